@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -74,7 +73,6 @@ class NamedEntry(NamedTuple):
     parameter: int
 
 
-@dataclass(slots=True)
 class ModuleInfo:
     """One module at one place in the tree; complete once the walk is over.
 
@@ -93,19 +91,36 @@ class ModuleInfo:
         numbered_entries: likewise entries of its own parameters (of a ParameterList).
     """
 
-    fqn: str
-    raw: str
-    type_name: str
-    parent: int
-    repeats: int
-    training: bool
-    has_running_stats: bool = False
-    first_entry: int = 0
-    last_entry: int = 0
-    end: int = 0
-    children: tuple[int, ...] = ()
-    numbered: tuple[int, ...] = ()
-    numbered_entries: tuple[int, ...] = ()
+    __slots__ = (
+        "children",
+        "end",
+        "first_entry",
+        "fqn",
+        "has_running_stats",
+        "last_entry",
+        "numbered",
+        "numbered_entries",
+        "parent",
+        "raw",
+        "repeats",
+        "training",
+        "type_name",
+    )
+
+    def __init__(
+        self, fqn: str, raw: str, type_name: str, parent: int, repeats: int, *, training: bool
+    ) -> None:
+        self.fqn = fqn
+        self.raw = raw
+        self.type_name = type_name
+        self.parent = parent
+        self.repeats = repeats
+        self.training = training
+        self.has_running_stats = False
+        self.first_entry = self.last_entry = self.end = 0
+        self.children: tuple[int, ...] = ()
+        self.numbered: tuple[int, ...] = ()
+        self.numbered_entries: tuple[int, ...] = ()
 
 
 class Inventory:
@@ -229,7 +244,8 @@ class _Walk:
         index = len(self.modules)
         first = self.first_visit.setdefault(key, index)
         repeats = -1 if first == index else first
-        info = ModuleInfo(fqn, raw, type(module).__name__, parent, repeats, module.training)
+        kind = type(module).__name__
+        info = ModuleInfo(fqn, raw, kind, parent, repeats, training=module.training)
         info.first_entry = len(self.entries)
         self.modules.append(info)
         self.live_modules.append(module)

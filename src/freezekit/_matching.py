@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -34,7 +33,6 @@ __all__ = ["Match", "Matcher"]
 _NUMBER_STAR = re.compile(r"(\d)\.\*")
 
 
-@dataclass(slots=True)
 class Match:
     """What one pattern covers.
 
@@ -45,10 +43,13 @@ class Match:
         number_prefix: what a glob took beyond a number that it begins with; ``""`` if nothing.
     """
 
-    entries: set[int]
-    modules: set[int]
-    reason: str = ""
-    number_prefix: str = ""
+    __slots__ = ("entries", "modules", "number_prefix", "reason")
+
+    def __init__(self, entries: set[int], modules: set[int], reason: str = "") -> None:
+        self.entries = entries
+        self.modules = modules
+        self.reason = reason
+        self.number_prefix = ""
 
 
 class Matcher:
@@ -168,7 +169,7 @@ class Matcher:
         bases: list[int] = [0]
         for position, segment in enumerate(segments):
             modules, entries = self.find(segment.name, bases, at_root=position == 0)
-            if segment.index is not None:
+            if segment.at is not None:
                 modules, entries, reason = self.take_children(segment, modules)
                 if reason:
                     return Match(set(), set(), reason)
@@ -248,10 +249,10 @@ class Matcher:
             reason = _out_of_range(segment, len(items), info.fqn)
             if reason:
                 return [], [], reason
-            if isinstance(segment.index, slice):
-                into += items[segment.index]
-            elif segment.index is not None:
-                into.append(items[segment.index])
+            if isinstance(segment.at, slice):
+                into += items[segment.at]
+            elif segment.at is not None:
+                into.append(items[segment.at])
         return modules, entries, ""
 
     def find_number_prefix(self, pattern: NamePattern, match: Match) -> str:
@@ -311,7 +312,7 @@ def _out_of_range(segment: Segment, length: int, fqn: str) -> str:
     Unlike Python's own slices, a bound beyond the end is refused: ``layer[:24]`` on 12 layers
     is a mistake about the model, and clamping it would hide that.
     """
-    index = segment.index
+    index = segment.at
     have = f"{fqn or 'the model'} has {length} numbered children, 0 to {length - 1}"
     if isinstance(index, int):
         return "" if -length <= index < length else f"no index {index}: {have}"

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -40,12 +39,11 @@ Pattern: TypeAlias = str | re.Pattern[str] | type[nn.Module] | Predicate
 Patterns: TypeAlias = Pattern | Collection[Pattern]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A dotted name or glob, and the index or slice of its numbered children, if any."""
 
     name: str
-    index: int | slice | None = None
+    at: int | slice | None = None
 
     @property
     def is_glob(self) -> bool:
@@ -53,40 +51,35 @@ class Segment:
         return "*" in self.name or "?" in self.name
 
 
-@dataclass(frozen=True, slots=True)
-class NamePattern:
+class NamePattern(NamedTuple):
     """A name, a glob, or either with indices: segments that go ever deeper."""
 
     text: str
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RegexPattern:
+class RegexPattern(NamedTuple):
     """A regular expression over parameter FQNs."""
 
     text: str
     regex: re.Pattern[str]
 
 
-@dataclass(frozen=True, slots=True)
-class TypeNamePattern:
+class TypeNamePattern(NamedTuple):
     """A class by its name (or a glob of it)."""
 
     text: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ClassPattern:
+class ClassPattern(NamedTuple):
     """A class of modules."""
 
     text: str
     cls: type[nn.Module]
 
 
-@dataclass(frozen=True, slots=True)
-class PredicatePattern:
+class PredicatePattern(NamedTuple):
     """A callable of the user's."""
 
     text: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -165,8 +166,7 @@ def select(model: nn.Module, patterns: Patterns = "*", *, exclude: Patterns = ()
 # -- resolving ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(NamedTuple):
     """Patterns resolved against an inventory.
 
     Attributes:

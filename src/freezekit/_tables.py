@@ -6,7 +6,6 @@ shows all of it, so that no two renderings can disagree.
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -148,6 +147,8 @@ def render_rich(sections: Iterable[Section]) -> Group:
 
 def render_html(sections: Iterable[Section]) -> str:
     """The sections as HTML: real tables, everything escaped, the page's own colours."""
+    import html
+
     parts = []
     for section in sections:
         if section.lines:
@@ -159,6 +160,8 @@ def render_html(sections: Iterable[Section]) -> str:
 
 
 def _html_table(table: Table) -> str:
+    import html
+
     def row(cells: Sequence[str], tag: str, rule: str = "") -> str:
         edge = f";border-{rule}:1px solid currentColor" if rule else ""
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
@@ -12,15 +11,12 @@ from freezekit._inventory import Inventory, take_inventory
 __all__ = ["AuditContext"]
 
 
-@dataclass
 class AuditContext:
     """One model at one moment; checks read it and change nothing."""
 
-    model: nn.Module
-    inventory: Inventory = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inventory = take_inventory(self.model)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inventory: Inventory = take_inventory(model)
 
     @cached_property
     def frozen_modules(self) -> tuple[int, ...]:

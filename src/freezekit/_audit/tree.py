@@ -6,8 +6,8 @@ Blocks that are alike are one row (``layer[0:12]``), a chain of single children 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from freezekit._fold import slice_text, split_runs
@@ -16,6 +16,9 @@ from freezekit._inventory import Inventory
 from freezekit._modes import held_by
 
 __all__ = ["ModuleRow", "module_rows"]
+
+_NO_MODE: frozenset[bool] = frozenset()
+_ONE_MODE = {True: frozenset({True}), False: frozenset({False})}
 
 # Uniform parts are opened down to this depth: below the root its children's children.
 _OPEN_DEPTH = 2
@@ -59,24 +62,39 @@ class ModuleRow:
     tied_to: str
 
 
-@dataclass(slots=True)
 class _Node:
     """A module's subtree, summed up."""
 
-    index: int
-    name: str
-    tensors: int = 0
-    numel: int = 0
-    trainable: int = 0
-    trainable_tensors: int = 0
-    nbytes: int = 0
-    names: int = 0
-    dtypes: dict[str, None] = field(default_factory=dict)
-    modes: set[bool] = field(default_factory=set)
-    held: int = 0
-    signature: int = 0
-    own: list[int] = field(default_factory=list)
-    children: list[_Node] = field(default_factory=list)
+    # Models have very many: without slots, and with a container for each of them, the garbage
+    # collector would take longer over the nodes than the sums take.
+    __slots__ = (
+        "children",
+        "dtypes",
+        "held",
+        "index",
+        "modes",
+        "name",
+        "names",
+        "nbytes",
+        "numel",
+        "own",
+        "signature",
+        "tensors",
+        "trainable",
+        "trainable_tensors",
+    )
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.name = name
+        self.tensors = self.numel = self.nbytes = self.names = 0
+        self.trainable = self.trainable_tensors = 0
+        self.dtypes: tuple[str, ...] = ()
+        self.modes: frozenset[bool] = _NO_MODE
+        self.held = 0
+        self.signature = 0
+        self.own = range(0)
+        self.children: tuple[_Node, ...] = ()
 
     @property
     def is_mixed(self) -> bool:
@@ -108,24 +126,25 @@ class _Tree:
         for index, info in enumerate(inventory.modules):
             stop = inventory.modules[index + 1].first_entry if index + 1 < info.end else None
             last = info.last_entry if stop is None else stop
-            self.nodes[index].own = list(range(info.first_entry, last))
+            self.nodes[index].own = range(info.first_entry, last)
 
     def sum_up(self, index: int) -> None:
         node = self.nodes[index]
         info = self.inventory.modules[index]
         module = self.inventory.module(index)
         own = [self.add_entry(node, i) for i in node.own]
-        if info.repeats >= 0:
-            node.modes = set()
-        elif held_by(module) is not None:
-            node.held += 1
-        else:
-            node.modes.add(info.training)
+        if info.repeats < 0:
+            if held_by(module) is not None:
+                node.held += 1
+            else:
+                node.modes = _ONE_MODE[info.training]
         inner = []
         for child_index in info.children:
             child = self.nodes[child_index]
             inner.append((child.name, child.signature))
             self.add_child(node, child)
+        shown = [self.nodes[i] for i in info.children]
+        node.children = tuple(child for child in shown if child.names or child.held)
         key = (info.type_name, info.training, info.repeats >= 0, tuple(own), tuple(inner))
         node.signature = self.signatures.setdefault(key, len(self.signatures))
 
@@ -139,7 +158,7 @@ class _Tree:
         node.tensors += 1
         node.numel += info.numel
         node.nbytes += info.nbytes
-        node.dtypes[format_dtype(info.dtype)] = None
+        node.dtypes = _union(node.dtypes, (format_dtype(info.dtype),))
         if info.requires_grad:
             node.trainable += info.numel
             node.trainable_tensors += 1
@@ -152,11 +171,10 @@ class _Tree:
         node.names += child.names
         node.trainable += child.trainable
         node.trainable_tensors += child.trainable_tensors
-        node.dtypes.update(child.dtypes)
-        node.modes |= child.modes
+        node.dtypes = _union(node.dtypes, child.dtypes)
+        if child.modes is not node.modes:
+            node.modes |= child.modes
         node.held += child.held
-        if child.names or child.held:
-            node.children.append(child)
 
     # Rows
 
@@ -179,7 +197,7 @@ class _Tree:
     def rows_of(self, group: list[_Node], name: str, depth: int, times: int) -> Iterator[ModuleRow]:
         first, count = group[0], len(group) * times
         # A chain of single children reads as one dotted name.
-        while len(first.children) > 0 and not first.own:
+        while first.children and not first.own:
             alike = _group_alike(first.children)
             if len(alike) > 1:
                 break
@@ -211,7 +229,7 @@ class _Tree:
             numel=node.numel * count,
             trainable=node.trainable * count,
             nbytes=node.nbytes * count,
-            dtypes=tuple(node.dtypes),
+            dtypes=node.dtypes,
             mode="mixed" if len(node.modes) > 1 else "".join(modes[m] for m in node.modes),
             held=node.held * count,
             opened=opened,
@@ -261,7 +279,13 @@ class _Tree:
         )
 
 
-def _group_alike(children: list[_Node]) -> list[tuple[list[_Node], str]]:
+def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    if one == other or not other:
+        return one
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+def _group_alike(children: Sequence[_Node]) -> list[tuple[list[_Node], str]]:
     """Children in order, numbered ones that are alike together, each group with its name."""
     alike: dict[int, list[_Node]] = {}
     for child in children:
