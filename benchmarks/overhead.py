@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,7 +97,8 @@ def llama_70b() -> nn.Module:
         num_key_value_heads=8,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def many_tensors(count: int) -> nn.Module:
@@ -130,9 +132,9 @@ def measure(runs: int, sizes: list[int]) -> list[Timing]:
     )
     for size in track(sizes, "growth", console=Console(stderr=True), transient=True):
         model = many_tensors(size)
-        freeze = time_calls(lambda m=model: freezekit.freeze(m, "blocks"), max(2, runs // 3))
+        freeze = time_calls(partial(freezekit.freeze, model, "blocks"), max(2, runs // 3))
         timings.append(summarize("freeze", size, freeze))
-        audit = time_calls(lambda m=model: freezekit.audit(m), max(2, runs // 3))
+        audit = time_calls(partial(freezekit.audit, model), max(2, runs // 3))
         timings.append(summarize("audit", size, audit))
     return timings
 

@@ -7,6 +7,7 @@ Each one inherits the builtin that a caller would already catch (``ValueError``,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerError",
     "PartialTieWarning",
     "PatternError",
+    "SimulatedOutOfMemoryError",
     "UninitializedParameterWarning",
     "UnmatchedPatternError",
     "UnsupportedModelError",
@@ -168,6 +170,39 @@ class AuditFailedError(FreezekitError, AssertionError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.report)
+
+
+class SimulatedOutOfMemoryError(FreezekitError, MemoryError):
+    """The simulated allocator could not serve a request; all sizes in bytes.
+
+    Attributes:
+        requested: what was asked for.
+        capacity: what the process may reserve.
+        allocated: in use at that moment.
+        reserved: taken from the device at that moment.
+        largest_free: the largest cached block.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        requested: int,
+        capacity: int,
+        allocated: int,
+        reserved: int,
+        largest_free: int,
+    ) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.capacity = capacity
+        self.allocated = allocated
+        self.reserved = reserved
+        self.largest_free = largest_free
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sizes = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        return partial(type(self), str(self), **sizes), ()
 
 
 # -- warnings ----------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What a training step needs on a GPU. So far: the CUDA caching allocator, simulated."""
