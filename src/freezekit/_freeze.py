@@ -34,10 +34,11 @@ def freeze(
 
     Besides ``requires_grad``, this clears ``.grad`` (optimizers look at ``grad is None``, not at
     ``requires_grad``, so a leftover gradient, momentum or weight decay would still move the
-    weight), and holds modules with running statistics in eval under every later
-    ``model.train()``, so that they give the outputs of the checkpoint. The hold survives
-    ``copy.deepcopy``, ``pickle``, ``torch.save`` of the module, ``torch.compile`` and DDP; code
-    that sets ``module.training`` by hand goes past it. Dropout is left as it is.
+    weight; LBFGS alone steps without looking, and needs to be made anew). Modules with running
+    statistics are held in eval under every later ``model.train()``, so that they give the outputs
+    of the checkpoint. The hold survives ``copy.deepcopy``, ``pickle``, ``torch.save`` of the
+    module, ``torch.compile`` and DDP; code that sets ``module.training`` by hand goes past it.
+    Dropout is left as it is.
 
     Args:
         model: any ``nn.Module``, changed in place.
@@ -97,8 +98,9 @@ def unfreeze(
         exclude: what to leave as it is, of what ``patterns`` match.
         optimizer: also put the parameters into one of its groups, each exactly once, by
             identity.
-        group_options: options of a new group for them, such as ``lr=1e-5``. Without options they
-            join the optimizer's group if it has one only, else a new group with its defaults.
+        group_options: options of a new group for them, such as ``lr=1e-5``. Without options, those
+            that are in no group join the only one, or the only empty one. A scheduler that keeps
+            a list for each group (``LambdaLR``, ``OneCycleLR``) is made anew after a new group.
 
     Returns:
         What each pattern matched, what changed, and the totals. Integer and quantised tensors
@@ -108,7 +110,7 @@ def unfreeze(
         UntrainableParameterError: none of what a pattern matched can require a gradient.
         PatternError, UnmatchedPatternError, UnsupportedModelError: as :func:`freeze`.
         OptimizerError: an optimizer whose parameter list cannot be edited, or that has no such
-            option.
+            option, or has several groups and no options were given.
         TypeError: group options without an optimizer.
     """
     plan = Plan.start(model, patterns, exclude, "hold", optimizer, group_options)

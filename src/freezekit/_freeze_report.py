@@ -112,9 +112,8 @@ def _optimizer_line(change: OptimizerChange) -> str:
             f"{format_bytes(change.state_bytes)} of state dropped"
         )
     if change.added:
-        parts.append(
-            f"{plural(change.added, 'tensor')} into group {change.group} (lr {change.lr:g})"
-        )
+        rate = "" if change.lr is None else f" (lr {change.lr:g})"
+        parts.append(f"{plural(change.added, 'tensor')} into group {change.group}{rate}")
     if change.present:
         parts.append(f"{plural(change.present, 'tensor')} in its groups already")
     return f"{change.optimizer}: {'; '.join(parts) or 'nothing to change'}"

@@ -448,6 +448,6 @@ def _why_untrainable(tensor: torch.Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')} tensors have no gradient"
     if not tensor.is_leaf:
         return "it is computed from other tensors (not a leaf)"
-    if tensor.is_inference():
+    if not is_lazy(tensor) and tensor.is_inference():
         return "it was made under torch.inference_mode(): clone it outside"
     return ""

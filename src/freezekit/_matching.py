@@ -90,9 +90,8 @@ class Matcher:
             matches.append(match)
             if not match.entries and not self._holds_stats(match.modules):
                 suggestions = () if match.reason else self.suggest(pattern)
-                failed.append(
-                    (pattern.text, match.reason or _did_you_mean(suggestions), suggestions)
-                )
+                hint = match.reason or _did_you_mean(suggestions)
+                failed.append((pattern.text, hint, suggestions))
         if failed:
             texts, hints, suggestions_ = zip(*failed, strict=True)
             raise UnmatchedPatternError(texts, hints, suggestions_, role)
@@ -125,7 +124,7 @@ class Matcher:
             except Exception as error:
                 error.add_note(f"raised by the pattern {pattern.text} for {entry.fqn!r}")
                 raise
-        return Match(found, set())
+        return Match(found, set(), "" if found else "it was false for every parameter")
 
     def match_class(self, pattern: ClassPattern | TypeNamePattern) -> Match:
         roots = []
@@ -137,6 +136,8 @@ class Matcher:
             elif self.has_class_name(type(module), pattern.name):
                 roots.append(index)
         match = self.subtrees(roots)
+        if not roots and isinstance(pattern, ClassPattern):
+            match.reason = "no module of that class, or of a subclass"
         if roots and not match.entries:
             count = plural(len(roots), "module")
             match.reason = f"{count} of that class, without parameters or running statistics"
@@ -165,10 +166,13 @@ class Matcher:
 
     # Names, globs and indices: a frontier of modules that goes deeper with each segment.
 
-    def match_segments(self, segments: tuple[Segment, ...]) -> Match:
+    def match_segments(self, segments: tuple[Segment, ...], *, number_ends: bool = False) -> Match:
+        """What the segments lead to; with ``number_ends`` no star goes on with a number."""
         bases: list[int] = [0]
         for position, segment in enumerate(segments):
-            modules, entries = self.find(segment.name, bases, at_root=position == 0)
+            modules, entries = self.find(
+                segment.name, bases, at_root=position == 0, number_ends=number_ends
+            )
             if segment.at is not None:
                 modules, entries, reason = self.take_children(segment, modules)
                 if reason:
@@ -195,24 +199,27 @@ class Matcher:
         info = self.inventory.modules[containers[0]]
         return _out_of_range(Segment(parent, int(last)), len(info.numbered), parent)
 
-    def find(self, name: str, bases: list[int], *, at_root: bool) -> tuple[list[int], list[int]]:
+    def find(
+        self, name: str, bases: list[int], *, at_root: bool, number_ends: bool
+    ) -> tuple[list[int], list[int]]:
         """Modules and entries called ``name`` (or matching it) below ``bases``."""
         if not name:
             return bases, []
-        is_glob = Segment(name).is_glob
+        tail = glob_to_regex(name)
+        if number_ends:
+            tail = _NUMBER_STAR.sub(r"\1(?!\\d).*", tail)
         if at_root:
-            if not is_glob:
+            if not Segment(name).is_glob:
                 return self.module_names.get(name, []), self.entry_names.get(name, [])
-            regex = re.compile(glob_to_regex(name), re.DOTALL)
+            regex = re.compile(tail, re.DOTALL)
             return (
-                [i for n, at in self.module_names.items() if n and regex.fullmatch(n) for i in at],
+                [i for n, at in self.module_names.items() if regex.fullmatch(n) for i in at],
                 [i for n, at in self.entry_names.items() if regex.fullmatch(n) for i in at],
             )
         modules: list[int] = []
         entries: list[int] = []
         for base in bases:
             info = self.inventory.modules[base]
-            tail = glob_to_regex(name) if is_glob else re.escape(name)
             regex = re.compile(re.escape(f"{info.fqn}.") + tail, re.DOTALL)
             modules += [
                 i for i in range(base, info.end) if regex.fullmatch(self.inventory.modules[i].fqn)
@@ -257,27 +264,25 @@ class Matcher:
 
     def find_number_prefix(self, pattern: NamePattern, match: Match) -> str:
         """What ``layer.1*`` took besides layer 1: 10, 11, ..."""
-        loose = glob_to_regex(pattern.segments[0].name)
-        if len(pattern.segments) > 1 or not _NUMBER_STAR.search(loose):
+        if not re.search(r"\d\*", pattern.text):
             return ""
-        regex = re.compile(_NUMBER_STAR.sub(r"\1(?!\\d).*", loose), re.DOTALL)
-        meant = [n for n in (*self.module_names, *self.entry_names) if regex.fullmatch(n)]
-        if not meant:
-            return ""
-        roots = [i for n in meant for i in self.module_names.get(n, ())]
-        kept = self.subtrees(roots).entries.union(
-            i for n in meant for i in self.entry_names.get(n, ())
-        )
+        kept = self.match_segments(pattern.segments, number_ends=True).entries
         more = [self.inventory.entries[i].fqn for i in sorted(match.entries - kept)]
-        if not more:
+        if not kept or not more:
             return ""
-        plain = pattern.text.partition("*")[0]
-        return f"also took {shorten(more)}; {plain!r} is that number alone"
+        alone = re.sub(r"(\d)\*.*", r"\1", pattern.text)
+        return f"also took {shorten(more)}; {alone!r} is that number alone"
 
     def suggest(self, pattern: ParsedPattern) -> tuple[str, ...]:
         if isinstance(pattern, TypeNamePattern):
             names = suggest_class_names(pattern.name, self.inventory)
             return tuple(f"type:{name}" for name in names)
+        if isinstance(pattern, RegexPattern):
+            if any(pattern.regex.search(name) for name in self.entry_names):
+                # A search would have found it; a full match is what counts.
+                return (f"re:.*{pattern.regex.pattern}.*",)
+            literal = re.sub(r"\\(.)|[\^$*+?{}()|]", r"\1", pattern.regex.pattern)
+            return suggest_names(literal, self.inventory, lambda _: False)
         if not isinstance(pattern, NamePattern):
             return ()
 

@@ -6,7 +6,7 @@ Parameters are told apart by identity, never by value: two zero biases are two p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from freezekit.errors import OptimizerError
 
-__all__ = ["OptimizerChange", "add_to_groups", "check_optimizer", "drop_from_groups"]
+__all__ = [
+    "OptimizerChange",
+    "add_to_groups",
+    "check_group",
+    "check_optimizer",
+    "drop_from_groups",
+]
 
 # They keep flat or per-rank copies of their parameter list, which an edit would leave stale.
 _FIXED_PARAMETERS = frozenset({"LBFGS", "ZeroRedundancyOptimizer"})
@@ -89,6 +95,12 @@ def drop_from_groups(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> t
         How many tensors left, and the bytes of state that went with them.
     """
     leaving = {id(tensor): tensor for tensor in tensors}
+    removed = _leave_groups(optimizer, leaving.keys())
+    dropped = [optimizer.state.pop(t) for t in leaving.values() if t in optimizer.state]
+    return removed, sum(_tensor_bytes(state) for state in dropped)
+
+
+def _leave_groups(optimizer: Optimizer, leaving: Collection[int]) -> int:
     removed = 0
     for group in optimizer.param_groups:
         stay = [i for i, p in enumerate(group["params"]) if id(p) not in leaving]
@@ -97,8 +109,7 @@ def drop_from_groups(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> t
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][i] for i in stay]
-    dropped = [optimizer.state.pop(t) for t in leaving.values() if t in optimizer.state]
-    return removed, sum(_tensor_bytes(state) for state in dropped)
+    return removed
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -111,41 +122,106 @@ def _tensor_bytes(value: Any) -> int:
     return 0
 
 
+def check_group(
+    optimizer: Optimizer, tensors: Iterable[torch.Tensor], options: Mapping[str, Any]
+) -> None:
+    """Refuse to guess the group that parameters are to join, before anything is changed.
+
+    Raises:
+        OptimizerError: there are several groups, and neither options nor an empty group tell.
+    """
+    present = _members(optimizer)
+    if options or all(id(tensor) in present for tensor in tensors):
+        return
+    if _home_group(optimizer) is None:
+        rates = ", ".join(f"{group.get('lr', '?')}" for group in optimizer.param_groups)
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups (lr {rates}): "
+            "say how the parameters are to learn, such as unfreeze(..., optimizer=..., lr=1e-5)"
+        )
+
+
 def add_to_groups(
     optimizer: Optimizer,
     named: Sequence[tuple[str, nn.Parameter]],
     options: Mapping[str, Any],
+    thawed: Collection[int],
 ) -> OptimizerChange:
     """Put parameters into a group, each exactly once.
 
-    With ``options`` they get a group of their own. Without, they join the optimizer's group if
-    it has only one, so that a scheduler goes on unchanged, else a new group with its defaults.
+    With ``options`` they get a group of their own. Without, those that are in none join the only
+    group, or the only empty one. What was trainable all along stays where it is.
+
+    Args:
+        optimizer: changed in place.
+        named: FQNs and parameters.
+        options: the options of a new group.
+        thawed: ids of those that were frozen: with ``options`` they leave a group that they are
+            still in. Their state stays.
     """
-    present = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    new = [(name, p) for name, p in named if id(p) not in present]
     kind = type(optimizer).__name__
-    if not new:
+    present = _members(optimizer)
+    moves = set(thawed) if options else set()
+    joining = [(name, p) for name, p in named if id(p) not in present or id(p) in moves]
+    _leave_groups(optimizer, {id(p) for _, p in joining})
+    if not joining:
         return OptimizerChange(optimizer=kind, present=len(named))
-    with_names = "param_names" in optimizer.param_groups[0]
-    if len(optimizer.param_groups) == 1 and not options:
-        index = 0
-        optimizer.param_groups[0]["params"].extend(p for _, p in new)
-        if with_names:
-            optimizer.param_groups[0]["param_names"].extend(name for name, _ in new)
+    index = None if options else _home_group(optimizer)
+    if index is None or _needs_own_group(optimizer, index):
+        alike = {} if index is None else _options_of(optimizer.param_groups[index])
+        index = _add_group(optimizer, joining, {**alike, **options})
     else:
-        index = len(optimizer.param_groups)
-        has_schedule = any("initial_lr" in group for group in optimizer.param_groups)
-        optimizer.add_param_group(
-            {"params": list(new) if with_names else [p for _, p in new], **options}
-        )
         group = optimizer.param_groups[index]
-        if has_schedule:
-            # A scheduler made later over all groups reads the rate that it starts from here.
-            group.setdefault("initial_lr", group["lr"])
+        group["params"].extend(p for _, p in joining)
+        if "param_names" in group:
+            group["param_names"].extend(name for name, _ in joining)
+    rate = optimizer.param_groups[index].get("lr")
     return OptimizerChange(
         optimizer=kind,
-        added=len(new),
+        added=len(joining),
         group=index,
-        lr=float(optimizer.param_groups[index]["lr"]),
-        present=len(named) - len(new),
+        lr=None if rate is None else float(rate),
+        present=len(named) - len(joining),
     )
+
+
+def _members(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _home_group(optimizer: Optimizer) -> int | None:
+    """The only group, or the only empty one (freezing emptied it)."""
+    groups = optimizer.param_groups
+    candidates = [i for i, g in enumerate(groups) if len(groups) == 1 or not g["params"]]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _needs_own_group(optimizer: Optimizer, index: int) -> bool:
+    """Whether torch cannot mix parameters with and without state in this group.
+
+    A fused SGD step reads the momentum of all parameters of a group, or of none.
+    """
+    group = optimizer.param_groups[index]
+    has_state = any(p in optimizer.state for p in group["params"])
+    return bool(group.get("fused") and group.get("momentum") and has_state)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _add_group(
+    optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]], options: Mapping[str, Any]
+) -> int:
+    groups = optimizer.param_groups
+    has_schedule = any("initial_lr" in group for group in groups)
+    with_names = "param_names" in groups[0]
+    optimizer.add_param_group(
+        {"params": list(named) if with_names else [p for _, p in named], **options}
+    )
+    group = groups[-1]
+    if has_schedule and "lr" in group and "initial_lr" not in group:
+        # A scheduler that is made later reads the rate that it starts from here.
+        rate = group["lr"]
+        group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
+    return len(groups) - 1

@@ -7,7 +7,7 @@ into one, leaves the model, its gradients and the optimizer as they were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -21,11 +21,12 @@ from freezekit._modes import held_by, hold, release
 from freezekit._optimizers import (
     OptimizerChange,
     add_to_groups,
+    check_group,
     check_optimizer,
     drop_from_groups,
 )
 from freezekit._patterns import Patterns
-from freezekit._selection import Selected, resolve
+from freezekit._selection import PartialTie, Selected, resolve
 from freezekit._wrappers import has_compiled_code
 from freezekit.errors import (
     CompiledModelWarning,
@@ -79,7 +80,7 @@ class Plan:
     def of_flags(cls, inventory: Inventory, flags: Mapping[int, bool]) -> Plan:
         """A plan that gives every parameter its flag, without patterns."""
         frozen = [index for index, trainable in flags.items() if not trainable]
-        selected = Selected(tuple(frozen), frozenset(), (), (), (), (), ())
+        selected = Selected(tuple(frozen))
         thaw = [index for index, trainable in flags.items() if trainable]
         return cls(inventory, selected, "hold", None, {}, freeze=frozen, thaw=thaw)
 
@@ -115,7 +116,7 @@ class Plan:
         after = self._flags_after()
         for index in self._stats_modules():
             own = self.inventory.subtree_parameters(index)
-            if any(after[i] for i in own):
+            if any(after[i] for i in own) or index in self.selected.excluded_modules:
                 continue
             covered = index in self.selected.modules
             if everywhere:
@@ -168,6 +169,9 @@ class Plan:
                     fqn = self.inventory.parameters[index].fqn
                     reason = f"the parameter {fqn!r} is computed from other tensors (not a leaf)"
                     raise UnsupportedModelError(f"{reason}: freeze what it is computed from", fqn)
+        if self.optimizer is not None:
+            joining = (t for i in self.thaw for t in self.inventory.tensors(i))
+            check_group(self.optimizer, joining, self.group_options)
 
     def warn(self, action: Action, stacklevel: int) -> None:
         """Give all warnings about this plan."""
@@ -181,10 +185,16 @@ class Plan:
         for pattern, match in zip(self.selected.patterns, self.selected.matches, strict=True):
             if match.number_prefix:
                 yield NumberPrefixWarning, f"pattern {pattern.text!r} {match.number_prefix}"
-        for tie in self.selected.partial_ties:
-            yield PartialTieWarning, _tie_message(tie.written, tie.unwritten, tie.excluded, action)
-        lazy = [infos[i].fqn for i in self.freeze if infos[i].layout == "lazy"]
-        if lazy and action == "freeze":
+        for excluded in (False, True):
+            ties = [tie for tie in self.selected.partial_ties if tie.excluded is excluded]
+            if ties:
+                yield PartialTieWarning, _tie_message(ties, action)
+        lazy = [
+            infos[i].fqn
+            for i in self.freeze
+            if infos[i].layout == "lazy" and infos[i].requires_grad
+        ]
+        if lazy and action != "load_freeze_state":
             yield (
                 UninitializedParameterWarning,
                 f"{shorten(lazy)}: not initialised yet, and frozen as it will be initialised; "
@@ -247,10 +257,18 @@ class Plan:
             self.optimizer, (t for i in self.freeze for t in self.inventory.tensors(i))
         )
         infos = self.inventory.parameters
+        # The inventory was taken before the change.
+        thawed = {
+            id(t)
+            for i in self.thaw
+            if not infos[i].requires_grad
+            for t in self.inventory.tensors(i)
+        }
         added = add_to_groups(
             self.optimizer,
             [(infos[i].fqn, t) for i in self.thaw for t in self.inventory.tensors(i)],
             self.group_options,
+            thawed,
         )
         return OptimizerChange(
             optimizer=added.optimizer,
@@ -284,7 +302,9 @@ class Plan:
             cleared=tuple(infos[i].fqn for i in cleared),
             skipped=tuple(self.skipped),
             uninitialized=tuple(
-                infos[i].fqn for i in self.selected.parameters if infos[i].layout == "lazy"
+                infos[i].fqn
+                for i in sorted({*self.selected.parameters, *self.freeze, *self.thaw})
+                if infos[i].layout == "lazy"
             ),
             optimizer=change,
             trainable=sum(info.numel for info, now in zip(infos, trains, strict=True) if now),
@@ -292,17 +312,13 @@ class Plan:
         )
 
 
-def _tie_message(
-    written: tuple[str, ...],
-    unwritten: tuple[str, ...],
-    excluded: bool,  # noqa: FBT001
-    action: Action,
-) -> str:
-    one, other = shorten(written), shorten(unwritten)
-    if excluded:
-        return (
-            f"{one} is the same tensor as {other}, which is excluded: it is left as it is "
-            "under both names"
-        )
-    outcome = "is frozen with it" if action == "freeze" else "becomes trainable with it"
-    return f"{other} is the same tensor as {one}, and {outcome}"
+def _tie_message(ties: Sequence[PartialTie], action: Action) -> str:
+    """One sentence for all tied tensors of which only some names were written."""
+    first, more = ties[0], len(ties) - 1
+    one, other = shorten(first.written), shorten(first.unwritten)
+    if first.excluded:
+        text = f"{one} is the same tensor as {other}, which is excluded: it is left as it is"
+    else:
+        outcome = "is frozen" if action == "freeze" else "becomes trainable"
+        text = f"{other} is the same tensor as {one}, and {outcome} with it"
+    return f"{text}; likewise {plural(more, 'more tied tensor')}" if more else text

@@ -172,6 +172,7 @@ class Selected(NamedTuple):
     Attributes:
         parameters: indices of the selected parameters, in model order.
         modules: indices of the modules that the patterns name (with their subtrees).
+        excluded_modules: likewise of those that the exclude patterns name.
         patterns: the parsed patterns.
         matches: what each of them covers.
         excludes: the parsed exclude patterns.
@@ -180,12 +181,13 @@ class Selected(NamedTuple):
     """
 
     parameters: tuple[int, ...]
-    modules: frozenset[int]
-    patterns: tuple[ParsedPattern, ...]
-    matches: tuple[Match, ...]
-    excludes: tuple[ParsedPattern, ...]
-    exclude_matches: tuple[Match, ...]
-    partial_ties: tuple[PartialTie, ...]
+    modules: frozenset[int] = frozenset()
+    excluded_modules: frozenset[int] = frozenset()
+    patterns: tuple[ParsedPattern, ...] = ()
+    matches: tuple[Match, ...] = ()
+    excludes: tuple[ParsedPattern, ...] = ()
+    exclude_matches: tuple[Match, ...] = ()
+    partial_ties: tuple[PartialTie, ...] = ()
 
     @property
     def is_everything(self) -> bool:
@@ -221,16 +223,23 @@ def resolve(inventory: Inventory, patterns: Patterns, exclude: Patterns = ()) ->
     entries = inventory.entries
     barred_parameters = {entries[i].parameter for i in barred}
     chosen = {entries[i].parameter for i in wanted} - barred_parameters
-    modules = set().union(*(match.modules for match in matches))
-    modules -= set().union(*(match.modules for match in exclude_matches))
+    excluded_modules = set[int]().union(*(match.modules for match in exclude_matches))
+    modules = set[int]().union(*(match.modules for match in matches)) - excluded_modules
     if not chosen and not modules:
         hints = ["all that it matches is excluded"] * len(parsed)
         raise UnmatchedPatternError([p.text for p in parsed], hints, [()] * len(parsed))
-    ties = (
-        _partial_ties(inventory, wanted, barred) if len(entries) > len(inventory.parameters) else ()
-    )
+    ties: tuple[PartialTie, ...] = ()
+    if len(entries) > len(inventory.parameters):
+        ties = _partial_ties(inventory, wanted, barred)
     return Selected(
-        tuple(sorted(chosen)), frozenset(modules), parsed, matches, excludes, exclude_matches, ties
+        parameters=tuple(sorted(chosen)),
+        modules=frozenset(modules),
+        excluded_modules=frozenset(excluded_modules),
+        patterns=parsed,
+        matches=matches,
+        excludes=excludes,
+        exclude_matches=exclude_matches,
+        partial_ties=ties,
     )
 
 

@@ -52,7 +52,8 @@ def running_stats_move(context: AuditContext) -> Iterator[Finding]:
     moving: dict[str, list[int]] = {"error": [], "note": []}
     for index in context.frozen_modules:
         info = inventory.modules[index]
-        if info.has_running_stats and info.training:
+        normalizes_by_batch = getattr(inventory.module(index), "track_running_stats", None) is False
+        if info.has_running_stats and info.training and not normalizes_by_batch:
             moving["error" if _surely_moves(inventory.module(index)) else "note"].append(index)
     if moving["error"]:
         fqns = tuple(inventory.modules[i].fqn for i in moving["error"])
@@ -166,8 +167,6 @@ DEFAULT_CHECKS: tuple[Check, ...] = (
 
 def _surely_moves(module: nn.Module) -> bool:
     """Whether the buffers are statistics that move in train mode, by what they are called."""
-    if getattr(module, "track_running_stats", True) is False:
-        return False  # normalises with the batch; its buffers stay as they are
     names = [name for name, _ in module.named_buffers(recurse=False)]
     return any(
         name.startswith("running_") or name == "num_batches_tracked" or name.endswith(("_u", "_v"))
@@ -182,6 +181,8 @@ def _drop_rate(module: nn.Module) -> float:
         rate: Any = module.dropout if module.num_layers > 1 else 0.0
     elif isinstance(module, nn.MultiheadAttention):
         rate = module.dropout
+    elif isinstance(module, nn.RReLU):
+        rate = module.upper - module.lower
     elif "Drop" in kind or "StochasticDepth" in kind:
         rate = getattr(module, "p", getattr(module, "drop_prob", 0.0))
     else:
@@ -203,12 +204,12 @@ def _eval_code(context: AuditContext, indices: Iterable[int]) -> str:
     folded = fold_names(outermost)
     if len(folded) <= 2 and all("]." not in name for name in folded):
         # A slice of a ModuleList is one, with an eval() of its own.
-        return "; ".join(f"model.{_as_attribute(name)}.eval()" for name in folded)
+        return "; ".join(f"{_as_attribute('model.' + name)}.eval()" for name in folded)
     return f"model.get_submodule(name).eval() for each of {shorten(folded)}"
 
 
 def _as_attribute(name: str) -> str:
-    """``layers.0.norm`` as Python reads it: ``layers[0].norm``."""
+    """``model.layers.0.norm`` as Python reads it: ``model.layers[0].norm``."""
     return re.sub(r"\.(\d+)(?=\.|\[|$)", r"[\1]", name)
 
 
