@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from freezekit._freeze_report import FreezeReport
-from freezekit._inventory import take_inventory
 from freezekit._modes import restore_modes, save_modes
 from freezekit._patterns import Patterns
 from freezekit._plan import NormStats, Plan
@@ -34,8 +33,8 @@ class frozen(ContextDecorator):  # noqa: N801  (used as a function, like torch.n
     True
 
     On leaving, also by an exception, each parameter's flag and each module's mode are as they
-    were on entry, whatever happened inside; gradients that were put aside on entry, so that no
-    optimizer could apply them, are back. Nests, and may be entered again.
+    were on entry, whatever happened inside; gradients of what was frozen, put aside on entry so
+    that no optimizer could apply them, are back. Nests, and may be entered again.
 
     Args:
         model: any ``nn.Module``, changed in place for the length of the block.
@@ -65,10 +64,11 @@ class frozen(ContextDecorator):  # noqa: N801  (used as a function, like torch.n
 
     def __enter__(self) -> FreezeReport:
         plan = Plan.start(self._model, self._patterns, self._exclude, self._norm_stats, None)
+        plan.temporary = True
         plan.freeze = list(plan.selected.parameters)
         plan.plan_holds()
         with ExitStack() as stack:
-            stack.callback(_restorer(self._model))
+            stack.callback(_restorer(plan))
             report = plan.carry_out("freeze")
             self._exits.append(stack.pop_all())
         return report
@@ -87,27 +87,30 @@ class frozen(ContextDecorator):  # noqa: N801  (used as a function, like torch.n
             or inspect.iscoroutinefunction(func)
             or inspect.isasyncgenfunction(func)
         ):
+            name = getattr(func, "__qualname__", repr(func))
             raise TypeError(
-                f"frozen() cannot decorate {func.__qualname__}: its body runs after the call has "
-                "returned; use `with frozen(...)` inside it"
+                f"frozen() cannot decorate {name}: its body runs after the call has returned; "
+                "use `with frozen(...)` inside it"
             )
         return super().__call__(func)
 
 
-def _restorer(model: nn.Module) -> Callable[[], None]:
-    """A function that puts flags, gradients and modes back as they are now."""
-    inventory = take_inventory(model)
+def _restorer(plan: Plan) -> Callable[[], None]:
+    """A function that puts flags and modes, and the gradients put aside, back as they are now."""
+    inventory = plan.inventory
     flags = [
-        (tensor, tensor.requires_grad, tensor.grad if tensor.is_leaf else None)
+        (tensor, tensor.requires_grad)
         for index in range(len(inventory.parameters))
         for tensor in inventory.tensors(index)
     ]
+    grads = [(t, t.grad) for i in plan.freeze for t in inventory.tensors(i) if t.is_leaf]
     modes = save_modes(inventory.module(i) for i in range(len(inventory.modules)))
 
     def restore() -> None:
-        for tensor, requires_grad, grad in flags:
+        for tensor, requires_grad in flags:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad = requires_grad
+        for tensor, grad in grads:
             if grad is not None and tensor.grad is None and _fits(grad, tensor):
                 tensor.grad = grad
         restore_modes(modes)

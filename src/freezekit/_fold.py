@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["fold_names", "slice_text", "split_runs"]
+__all__ = ["fold_names", "is_number", "slice_text", "split_runs"]
+
+
+def is_number(name: str) -> bool:
+    """Whether a child is named by a number; ``"07"`` is a name like any other."""
+    return name.isdecimal() and str(int(name)) == name
 
 
 def fold_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -27,7 +32,7 @@ def _fold_at(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]
     slot_of: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
     slots: list[list[tuple[str, ...]]] = []
     for row in rows:
-        if position < len(row) and row[position].isdecimal():
+        if position < len(row) and is_number(row[position]):
             key = (row[:position], row[position + 1 :])
             groups.setdefault(key, []).append(int(row[position]))
             if key not in slot_of:

@@ -153,6 +153,6 @@ def train_only(
     plan.thaw = plan.trainable_part(plan.selected.parameters)
     chosen = set(plan.selected.parameters)
     plan.freeze = [i for i in range(len(plan.inventory.parameters)) if i not in chosen]
-    plan.plan_releases()
+    plan.plan_releases(everywhere=True)
     plan.plan_holds(everywhere=True)
     return plan.carry_out("train_only")

@@ -23,6 +23,9 @@ class FreezeReport(Report):
 
     Attributes:
         action: the function that was called.
+        tensors: tensors that it froze, or made trainable; already so or not.
+        numel: their elements.
+        nbytes: their bytes.
         selection: what the patterns matched.
         changed: FQNs of the tensors whose ``requires_grad`` changed.
         held: FQNs of modules with running statistics that are newly held in eval.
@@ -36,6 +39,9 @@ class FreezeReport(Report):
     """
 
     action: Action
+    tensors: int
+    numel: int
+    nbytes: int
     selection: Selection
     changed: tuple[str, ...] = field(repr=False)
     held: tuple[str, ...] = field(repr=False)
@@ -62,8 +68,8 @@ class FreezeReport(Report):
         chosen = self.selection
         head = (
             f"{chosen.model}: {verb.get(self.action, 'loaded')} "
-            f"{plural(len(chosen.parameters), 'tensor')}, {format_count(chosen.numel)} parameters "
-            f"({format_bytes(chosen.nbytes)}); {len(self.changed):,} changed"
+            f"{plural(self.tensors, 'tensor')}, {format_count(self.numel)} parameters "
+            f"({format_bytes(self.nbytes)}); {len(self.changed):,} changed"
         )
         table = chosen.match_table() if chosen.matches else None
         return (

@@ -21,6 +21,9 @@ from freezekit.errors import UnsupportedModelError
 
 __all__ = ["BufferInfo", "Inventory", "ModuleInfo", "NamedEntry", "ParameterInfo", "take_inventory"]
 
+# Up to here it is looked at element by element whether two views overlap.
+_FEW_ELEMENTS = 4096
+
 Layout = Literal["dense", "lazy", "sharded", "packed"]
 
 
@@ -381,9 +384,50 @@ def _shared_memory(tensors: list[nn.Parameter]) -> dict[int, int]:
             reach = max(reach, stop)
             continue
         if len(run) > 1:
-            leader.update(dict.fromkeys(run, min(run)))
+            _join_overlapping([(i, tensors[i]) for i in sorted(run)], leader)
         run, run_device, reach = [index], device, stop
     return leader
+
+
+def _join_overlapping(found: list[tuple[int, torch.Tensor]], leader: dict[int, int]) -> None:
+    """Note, for tensors whose spans overlap, which of them really share an element."""
+    first = {index: index for index, _ in found}
+    for position, (index, tensor) in enumerate(found):
+        for earlier, other in found[:position]:
+            if first[earlier] != first[index] and _overlap(other, tensor):
+                # One that overlaps two joins them, and all that each was joined with.
+                joined = {first[earlier], first[index]}
+                first.update((i, min(joined)) for i, old in first.items() if old in joined)
+    leader.update((index, to) for index, to in first.items() if index != to)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors with overlapping spans share an element; in doubt, they do.
+
+    Blocks of columns of one matrix (a fused projection taken apart) lie between each other.
+    """
+    if max(one.numel(), other.numel()) <= _FEW_ELEMENTS:
+        return not _addresses(one).isdisjoint(_addresses(other))
+    if one.stride() != other.stride() or one.itemsize != other.itemsize:
+        return True
+    distance = abs(other.data_ptr() - one.data_ptr()) // one.itemsize
+    first = one if one.data_ptr() <= other.data_ptr() else other
+    for stride, length in sorted(zip(first.stride(), first.shape, strict=True), reverse=True):
+        if stride == 0:
+            return True
+        steps, distance = divmod(distance, stride)
+        if steps >= length:
+            return False
+    return distance == 0
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    """The address of every byte of a small tensor."""
+    found = {tensor.data_ptr() + byte for byte in range(tensor.itemsize)}
+    for stride, length in zip(tensor.stride(), tensor.shape, strict=True):
+        step = stride * tensor.itemsize
+        found = {address + step * i for address in found for i in range(length)}
+    return found
 
 
 def _extent(tensor: torch.Tensor) -> int:

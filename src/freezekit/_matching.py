@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from freezekit._fold import is_number
 from freezekit._format import plural, shorten
 from freezekit._inventory import Inventory
 from freezekit._patterns import (
@@ -25,7 +26,7 @@ from freezekit._patterns import (
     parse_patterns,
 )
 from freezekit._suggestions import suggest_class_names, suggest_names
-from freezekit.errors import UnmatchedPatternError
+from freezekit.errors import PatternError, UnmatchedPatternError
 
 __all__ = ["Match", "Matcher"]
 
@@ -57,29 +58,46 @@ class Matcher:
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
+        self._raw_names: tuple[dict[str, list[int]], dict[str, list[int]]] | None = None
         self._entry_names: dict[str, list[int]] | None = None
         self._module_names: dict[str, list[int]] | None = None
         self._classes: dict[tuple[type, str], bool] = {}
 
     @property
     def entry_names(self) -> dict[str, list[int]]:
-        """Named entries by every name that may be written for them."""
+        """Named entries by the model's own names for them."""
         if self._entry_names is None:
             self._entry_names = {}
             for index, entry in enumerate(self.inventory.entries):
-                for name in _names_of_entry(entry.fqn, entry.raw):
+                for name in _names_of_entry(entry.fqn):
                     self._entry_names.setdefault(name, []).append(index)
         return self._entry_names
 
     @property
     def module_names(self) -> dict[str, list[int]]:
-        """Modules by every name that may be written for them."""
+        """Modules by the model's own names for them."""
         if self._module_names is None:
             self._module_names = {}
             for index, info in enumerate(self.inventory.modules):
-                for name in dict.fromkeys((info.fqn, info.raw)):
-                    self._module_names.setdefault(name, []).append(index)
+                self._module_names.setdefault(info.fqn, []).append(index)
         return self._module_names
+
+    def lookup(self, name: str) -> tuple[list[int], list[int]]:
+        """Modules and entries of exactly this name, which may also be as it is listed.
+
+        With wrappers, ``named_parameters`` lists longer names: they may be written in full, but
+        patterns do not match them, or ``m*`` would take all that is in a wrapper's ``module``.
+        """
+        modules, entries = self.module_names.get(name, []), self.entry_names.get(name, [])
+        if modules or entries:
+            return modules, entries
+        if self._raw_names is None:
+            self._raw_names = {}, {}
+            for index, info in enumerate(self.inventory.modules):
+                self._raw_names[0].setdefault(info.raw, []).append(index)
+            for index, entry in enumerate(self.inventory.entries):
+                self._raw_names[1].setdefault(entry.raw, []).append(index)
+        return self._raw_names[0].get(name, []), self._raw_names[1].get(name, [])
 
     def match_all(self, patterns: Iterable[ParsedPattern], role: str) -> tuple[Match, ...]:
         """Match each pattern; all that match nothing are raised together."""
@@ -185,7 +203,8 @@ class Matcher:
         match.entries.update(entries)
         if modules and not match.entries:
             info = self.inventory.modules[modules[0]]
-            match.reason = f"{info.fqn!r} ({info.type_name}) has no parameters"
+            name = repr(info.fqn) if info.fqn else "the model"
+            match.reason = f"{name} ({info.type_name}) has no parameters"
         elif not modules and not entries and len(segments) == 1:
             match.reason = self.explain_number(segments[0].name)
         return match
@@ -193,7 +212,7 @@ class Matcher:
     def explain_number(self, name: str) -> str:
         """Why ``encoder.layer.12`` is not there: the numbers end before it."""
         parent, _, last = name.rpartition(".")
-        containers = self.module_names.get(parent, []) if last.isdecimal() else []
+        containers = self.module_names.get(parent, []) if is_number(last) else []
         if not containers or not self.inventory.modules[containers[0]].numbered:
             return ""
         info = self.inventory.modules[containers[0]]
@@ -210,7 +229,7 @@ class Matcher:
             tail = _NUMBER_STAR.sub(r"\1(?!\\d).*", tail)
         if at_root:
             if not Segment(name).is_glob:
-                return self.module_names.get(name, []), self.entry_names.get(name, [])
+                return self.lookup(name)
             regex = re.compile(tail, re.DOTALL)
             return (
                 [i for n, at in self.module_names.items() if regex.fullmatch(n) for i in at],
@@ -226,7 +245,7 @@ class Matcher:
             ]
             for i in range(info.first_entry, info.last_entry):
                 entry = self.inventory.entries[i]
-                if any(regex.fullmatch(n) for n in _names_of_entry(entry.fqn, entry.fqn)):
+                if any(regex.fullmatch(n) for n in _names_of_entry(entry.fqn)):
                     entries.append(i)
         return modules, entries
 
@@ -275,34 +294,47 @@ class Matcher:
 
     def suggest(self, pattern: ParsedPattern) -> tuple[str, ...]:
         if isinstance(pattern, TypeNamePattern):
-            names = suggest_class_names(pattern.name, self.inventory)
+            names = suggest_class_names(pattern.name.rpartition(".")[2], self.inventory)
             return tuple(f"type:{name}" for name in names)
         if isinstance(pattern, RegexPattern):
             if any(pattern.regex.search(name) for name in self.entry_names):
                 # A search would have found it; a full match is what counts.
-                return (f"re:.*{pattern.regex.pattern}.*",)
+                return (_as_full_match(pattern.regex),)
             literal = re.sub(r"\\(.)|[\^$*+?{}()|]", r"\1", pattern.regex.pattern)
             return suggest_names(literal, self.inventory, lambda _: False)
         if not isinstance(pattern, NamePattern):
             return ()
 
         def matches(text: str) -> bool:
-            (candidate,) = parse_patterns(text)
+            try:
+                (candidate,) = parse_patterns(text)
+            except PatternError:  # a name with brackets in it cannot be written as a pattern
+                return False
             return bool(self.match(candidate).entries)
 
         return suggest_names(pattern.text, self.inventory, matches)
 
 
-def _names_of_entry(fqn: str, raw: str) -> Iterable[str]:
-    """What a user may write for a parameter: its name, as listed, and as before parametrisation."""
+def _names_of_entry(fqn: str) -> Iterable[str]:
+    """What a user may write for a parameter: its name, and that from before parametrisation."""
     yield fqn
-    if raw != fqn:
-        yield raw
     if ".parametrizations." in f".{fqn}":
         # X.parametrizations.weight.original is what the user knows as X.weight.
         plain = re.sub(r"(^|\.)parametrizations\.(\w+)\.original\d*$", r"\1\2", fqn)
         if plain != fqn:
             yield plain
+
+
+def _as_full_match(regex: re.Pattern[str]) -> str:
+    """A ``re:`` pattern that matches in full where ``regex`` is found."""
+    text = re.sub(r"^\(\?[aiLmsux]+\)", "", regex.pattern)
+    flags = {re.IGNORECASE: "i", re.MULTILINE: "m", re.DOTALL: "s", re.VERBOSE: "x", re.ASCII: "a"}
+    inline = "".join(letter for flag, letter in flags.items() if regex.flags & flag)
+    if regex.flags & re.VERBOSE:
+        text += "\n"  # ends a comment
+    if "|" in text or "\n" in text:
+        text = f"(?:{text})"
+    return f"re:{f'(?{inline})' if inline else ''}.*{text}.*"
 
 
 def _did_you_mean(suggestions: tuple[str, ...]) -> str:

@@ -24,6 +24,9 @@ __all__ = [
     "drop_from_groups",
 ]
 
+# Of a group, in parallel.
+_LISTS = frozenset({"params", "param_names"})
+
 # They keep flat or per-rank copies of their parameter list, which an edit would leave stale.
 _FIXED_PARAMETERS = frozenset({"LBFGS", "ZeroRedundancyOptimizer"})
 
@@ -75,7 +78,7 @@ def check_optimizer(optimizer: object, options: Mapping[str, Any]) -> None:
                 f"{type(optimizer).__name__} keeps its own flat list of parameters: "
                 "make a new optimizer after freezing instead of passing optimizer="
             )
-    known = set(optimizer.defaults).union(*optimizer.param_groups) - {"params", "param_names"}
+    known = set(optimizer.defaults).union(*optimizer.param_groups) - _LISTS
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, [*sorted(known), "exclude", "optimizer"], n=1)
@@ -106,9 +109,8 @@ def _leave_groups(optimizer: Optimizer, leaving: Collection[int]) -> int:
         stay = [i for i, p in enumerate(group["params"]) if id(p) not in leaving]
         removed += len(group["params"]) - len(stay)
         # In place: optimizers and schedulers may hold the list itself.
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key][:] = [group[key][i] for i in stay]
+        for key in _LISTS & group.keys():
+            group[key][:] = [group[key][i] for i in stay]
     return removed
 
 
@@ -163,13 +165,23 @@ def add_to_groups(
     present = _members(optimizer)
     moves = set(thawed) if options else set()
     joining = [(name, p) for name, p in named if id(p) not in present or id(p) in moves]
-    _leave_groups(optimizer, {id(p) for _, p in joining})
     if not joining:
         return OptimizerChange(optimizer=kind, present=len(named))
     index = None if options else _home_group(optimizer)
     if index is None or _needs_own_group(optimizer, index):
         alike = {} if index is None else _options_of(optimizer.param_groups[index])
-        index = _add_group(optimizer, joining, {**alike, **options})
+        before = [
+            {key: list(group[key]) for key in _LISTS & group.keys()}
+            for group in optimizer.param_groups
+        ]
+        _leave_groups(optimizer, {id(p) for _, p in joining})
+        try:
+            index = _add_group(optimizer, joining, {**alike, **options})
+        except BaseException:
+            for group, lists in zip(optimizer.param_groups, before, strict=False):
+                for key, values in lists.items():
+                    group[key][:] = values
+            raise
     else:
         group = optimizer.param_groups[index]
         group["params"].extend(p for _, p in joining)
@@ -207,7 +219,7 @@ def _needs_own_group(optimizer: Optimizer, index: int) -> bool:
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in _LISTS}
 
 
 def _add_group(

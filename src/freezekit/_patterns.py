@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from freezekit.errors import PatternError
@@ -99,7 +100,7 @@ def parse_patterns(patterns: Patterns, *, allow_empty: bool = False) -> tuple[Pa
     """
     if isinstance(patterns, str | re.Pattern | type | nn.Module) or callable(patterns):
         return (_parse(patterns),)
-    if isinstance(patterns, dict) or not isinstance(patterns, Collection):
+    if isinstance(patterns, dict | bytes | torch.Tensor) or not isinstance(patterns, Collection):
         raise _wrong_type(patterns)
     if not patterns and not allow_empty:
         raise PatternError(patterns, "no pattern at all; '*' stands for everything")
@@ -183,36 +184,42 @@ def _parse_segments(text: str) -> tuple[Segment, ...]:
                 raise PatternError(text, "an empty name between or after dots")
         if name and "" in name.split("."):
             raise PatternError(text, "an empty name between or around dots")
-        segments.append(Segment(name, None if index is None else _parse_index(text, name, index)))
+        at = None if index is None else _parse_index(text, index, *match.span(2))
+        segments.append(Segment(name, at))
         position = match.end()
     return tuple(segments)
 
 
 _INTEGER = re.compile(r"-?\d+")
-_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
+_SLICE = re.compile(r"(-?\d+)?\s*:\s*(-?\d+)?\s*(?::\s*(-?\d+)?)?")
 _RANGE = re.compile(r"(\d+)\s*(?:-|\.\.|to)\s*(\d+)")
 
 
-def _parse_index(text: str, name: str, index: str) -> int | slice:
+def _parse_index(text: str, index: str, start: int, stop: int) -> int | slice:
+    """What is in brackets, at ``text[start:stop]``."""
+
+    def meant(other: str) -> str:
+        return f"{text[:start]}{other}{text[stop:]}"
+
     index = index.strip()
     if _INTEGER.fullmatch(index):
         return int(index)
     if found := _SLICE.fullmatch(index):
-        start, stop, step = (None if part is None else int(part) for part in found.groups())
+        low, high, step = (None if part is None else int(part) for part in found.groups())
         if step == 0:
             raise PatternError(text, "a slice's step cannot be 0")
-        return slice(start, stop, step)
+        return slice(low, high, step)
     if found := _RANGE.fullmatch(index):
-        meant = f"{name}[{found[1]}:{int(found[2]) + 1}]"
         raise PatternError(
             text,
             f"brackets are Python indexing, not a character class or a range: "
-            f"{found[1]} up to and including {found[2]} is {meant!r}",
+            f"{found[1]} up to and including {found[2]} is "
+            f"{meant(f'{found[1]}:{int(found[2]) + 1}')!r}",
         )
     numbers = [part.strip() for part in index.split(",")]
     if len(numbers) > 1 and all(_INTEGER.fullmatch(part) for part in numbers):
-        meant = ", ".join(repr(f"{name}[{part}]") for part in numbers)
-        raise PatternError(text, f"one index or slice in a bracket; write the list [{meant}]")
+        listed = ", ".join(repr(meant(part)) for part in numbers)
+        raise PatternError(text, f"one index or slice in a bracket; write the list [{listed}]")
     raise PatternError(
         text,
         f"[{index}] is not an index or a slice: brackets are Python indexing, "

@@ -42,6 +42,9 @@ __all__ = ["NormStats", "Plan"]
 
 NormStats: TypeAlias = Literal["hold", "keep"]
 
+# Actions whose report counts what is frozen; the others count what is made trainable.
+_FREEZING = ("freeze", "load_freeze_state")
+
 
 @dataclass(slots=True)
 class Plan:
@@ -57,6 +60,7 @@ class Plan:
     hold: list[int] = field(default_factory=list)
     release: list[int] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    temporary: bool = False
 
     @classmethod
     def start(
@@ -129,8 +133,11 @@ class Plan:
             if wanted and held_by(self.inventory.module(index)) is None:
                 self.hold.append(index)
 
-    def plan_releases(self) -> None:
-        """Release what is named, or has parameters that learn now, or nothing frozen around."""
+    def plan_releases(self, *, everywhere: bool = False) -> None:
+        """Release what is named, or has parameters that learn now, or nothing frozen around.
+
+        With ``everywhere`` what is not named is frozen, whatever is around it.
+        """
         after = self._flags_after()
         for index in self._stats_modules():
             if held_by(self.inventory.module(index)) is None:
@@ -140,7 +147,9 @@ class Plan:
                 free = any(after[i] for i in own)
             else:
                 around = self.inventory.enclosing_parameters(index)
-                free = index in self.selected.modules or all(after[i] for i in around)
+                free = index in self.selected.modules or (
+                    not everywhere and all(after[i] for i in around)
+                )
             if free:
                 self.release.append(index)
 
@@ -207,7 +216,8 @@ class Plan:
                 "torch.compile has compiled already; call torch._dynamo.reset() so that it is "
                 "compiled again with the new flags",
             )
-        if action == "freeze" and changes and not any(after) and not self.selected.is_everything:
+        meant = self.temporary or self.selected.is_everything
+        if action == "freeze" and changes and not any(after) and not meant:
             swallowed = {self.inventory.parameters[i].fqn for i in changes}
             by = [
                 match.pattern
@@ -227,8 +237,9 @@ class Plan:
         """Warn, change the model and the optimizer, and report."""
         self.check()
         self.warn(action, stacklevel + 1)
-        cleared = self._apply()
+        # The optimizer first: it may refuse a group.
         change = self._apply_to_optimizer()
+        cleared = self._apply()
         return self._report(action, cleared, change)
 
     def _apply(self) -> list[int]:
@@ -253,9 +264,6 @@ class Plan:
     def _apply_to_optimizer(self) -> OptimizerChange | None:
         if self.optimizer is None:
             return None
-        removed, state_bytes = drop_from_groups(
-            self.optimizer, (t for i in self.freeze for t in self.inventory.tensors(i))
-        )
         infos = self.inventory.parameters
         # The inventory was taken before the change.
         thawed = {
@@ -269,6 +277,10 @@ class Plan:
             [(infos[i].fqn, t) for i in self.thaw for t in self.inventory.tensors(i)],
             self.group_options,
             thawed,
+        )
+        # What comes in may go to a group that is empty: before another one is emptied.
+        removed, state_bytes = drop_from_groups(
+            self.optimizer, (t for i in self.freeze for t in self.inventory.tensors(i))
         )
         return OptimizerChange(
             optimizer=added.optimizer,
@@ -289,8 +301,12 @@ class Plan:
             any(t.requires_grad for t in self.inventory.tensors(i)) for i in range(len(infos))
         ]
         modules = self.inventory.modules
+        done = [infos[i] for i in (self.freeze if action in _FREEZING else self.thaw)]
         return FreezeReport(
             action=action,
+            tensors=len(done),
+            numel=sum(info.numel for info in done),
+            nbytes=sum(info.nbytes for info in done),
             selection=self.selected.describe(self.inventory),
             changed=tuple(
                 info.fqn
@@ -317,7 +333,8 @@ def _tie_message(ties: Sequence[PartialTie], action: Action) -> str:
     first, more = ties[0], len(ties) - 1
     one, other = shorten(first.written), shorten(first.unwritten)
     if first.excluded:
-        text = f"{one} is the same tensor as {other}, which is excluded: it is left as it is"
+        outcome = "frozen" if action == "train_only" else "left as it is"
+        text = f"{one} is the same tensor as {other}, which is excluded: it is {outcome}"
     else:
         outcome = "is frozen" if action == "freeze" else "becomes trainable"
         text = f"{other} is the same tensor as {one}, and {outcome} with it"

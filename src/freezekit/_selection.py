@@ -87,15 +87,15 @@ class Selection(Report):
     """
 
     model: str
-    matches: tuple[PatternMatch, ...]
-    excluded: tuple[PatternMatch, ...]
+    matches: tuple[PatternMatch, ...] = field(repr=False)
+    excluded: tuple[PatternMatch, ...] = field(repr=False)
     parameters: tuple[str, ...] = field(repr=False)
     numel: int
     nbytes: int
     total_tensors: int
     total_numel: int
-    blocks: tuple[BlockCount, ...]
-    partial_ties: tuple[PartialTie, ...]
+    blocks: tuple[BlockCount, ...] = field(repr=False)
+    partial_ties: tuple[PartialTie, ...] = field(repr=False)
 
     def _sections(self) -> tuple[Section, ...]:
         head = (
@@ -225,7 +225,7 @@ def resolve(inventory: Inventory, patterns: Patterns, exclude: Patterns = ()) ->
     chosen = {entries[i].parameter for i in wanted} - barred_parameters
     excluded_modules = set[int]().union(*(match.modules for match in exclude_matches))
     modules = set[int]().union(*(match.modules for match in matches)) - excluded_modules
-    if not chosen and not modules:
+    if not chosen and not any(inventory.modules[i].has_running_stats for i in modules):
         hints = ["all that it matches is excluded"] * len(parsed)
         raise UnmatchedPatternError([p.text for p in parsed], hints, [()] * len(parsed))
     ties: tuple[PartialTie, ...] = ()

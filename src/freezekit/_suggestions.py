@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 
+from freezekit._fold import is_number
 from freezekit._inventory import Inventory
 
 __all__ = ["suggest_class_names", "suggest_names"]
@@ -29,6 +30,9 @@ def suggest_names(
     corrected = _correct_components(wanted, inventory)
     if corrected is not None and matches(corrected):
         found[corrected] = None
+    cased = _correct_case(wanted, inventory)
+    if cased != wanted and matches(cased):
+        found[cased] = None
     suffix = f"*.{wanted}"
     if "[" not in wanted and "*" not in wanted and matches(suffix):
         found[suffix] = None
@@ -61,6 +65,15 @@ def _correct_components(pattern: str, inventory: Inventory) -> str | None:
     return None
 
 
+def _correct_case(pattern: str, inventory: Inventory) -> str:
+    """The pattern with its words in the case that the model's names have."""
+    words: dict[str, str] = {}
+    for name in _names(inventory):
+        for word in re.findall(r"\w+", name):
+            words.setdefault(word.casefold(), word)
+    return re.sub(r"\w+", lambda m: words.get(m[0].casefold(), m[0]), pattern)
+
+
 def _correct_below(at: str, pattern: str, children: dict[str, dict[str, None]]) -> str | None:
     corrected = [at] if at else []
     components = pattern.split(".")
@@ -73,7 +86,7 @@ def _correct_below(at: str, pattern: str, children: dict[str, dict[str, None]]) 
         known = children.get(at, {})
         if name not in known:
             near = _close_matches(name, list(known))
-            if not near or name.isdecimal():
+            if not near or is_number(name):
                 return None
             name = near[0]
         corrected.append(name + bracket + index)

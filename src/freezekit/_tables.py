@@ -6,6 +6,7 @@ shows all of it, so that no two renderings can disagree.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ __all__ = ["WIDTH", "Column", "Section", "Table", "render_html", "render_rich", 
 WIDTH = 100
 # Names cut shorter than this tell nothing.
 _NARROWEST = 12
+_FEWEST = 5
+_BREAKS = re.compile(r"[\t\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ def _text_table(table: Table, width: int) -> list[str]:
     rows = [tuple(column.header for column in table.columns), *table.rows]
     if table.total is not None:
         rows.append(table.total)
+    rows = [tuple(_BREAKS.sub(" ", cell) for cell in row) for row in rows]
     widths = _column_widths(table.columns, rows, width)
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     lines = [_text_row(row, table.columns, widths) for row in rows]
@@ -96,6 +100,11 @@ def _column_widths(
             taken = min(excess, max(widths[i] - _NARROWEST, 0))
             widths[i] -= taken
             excess -= taken
+    # Still too wide: whatever is text gives way, the widest first.
+    texts = [i for i, column in enumerate(columns) if column.align == "left"]
+    while excess > 0 and any(widths[i] > _FEWEST for i in texts):
+        widths[max(texts, key=lambda i: widths[i])] -= 1
+        excess -= 1
     return widths
 
 

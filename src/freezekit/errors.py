@@ -6,8 +6,8 @@ Each one inherits the builtin that a caller would already catch (``ValueError``,
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,28 +32,42 @@ __all__ = [
 ]
 
 
+# What a user hands in by mistake may be a whole state dict.
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
+
+
 # -- errors ------------------------------------------------------------------------------------
 
 
 class FreezekitError(Exception):
     """Base of every error that freezekit raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, vars(self))
+
+
+def _rebuild(cls: type[FreezekitError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    """An error as it was, without making its message again."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
+
 
 class PatternError(FreezekitError, ValueError):
     """A pattern is malformed: it could match nothing in any model.
 
     Attributes:
-        pattern: the pattern as it was given.
+        pattern: the pattern as it was given; what is no text, by its ``repr``, shortened.
         reason: what is wrong with it, and what would work.
     """
 
     def __init__(self, pattern: object, reason: str) -> None:
-        super().__init__(f"bad pattern {pattern!r}: {reason}")
-        self.pattern = pattern
+        shown = _short.repr(pattern)
+        super().__init__(f"bad pattern {shown}: {reason}")
+        self.pattern = pattern if isinstance(pattern, str) else shown
         self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.pattern, self.reason)
 
 
 class UnmatchedPatternError(FreezekitError, LookupError):
@@ -83,9 +97,6 @@ class UnmatchedPatternError(FreezekitError, LookupError):
             lines.append(f"  {pattern!r:<{width}}  - {hint}" if hint else f"  {pattern!r}")
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.unmatched, self.hints, self.suggestions, self.role)
-
 
 class UnsupportedModelError(FreezekitError, TypeError):
     """What was given is not a model that freezekit can work on.
@@ -99,9 +110,6 @@ class UnsupportedModelError(FreezekitError, TypeError):
         super().__init__(reason)
         self.reason = reason
         self.fqn = fqn
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.fqn)
 
 
 class UntrainableParameterError(FreezekitError, TypeError):
@@ -119,9 +127,6 @@ class UntrainableParameterError(FreezekitError, TypeError):
         super().__init__(
             f"{len(self.parameters)} parameter(s) cannot be made trainable:\n{shown}{tail}"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.parameters,)
 
 
 class FreezeStateError(FreezekitError, ValueError):
@@ -148,9 +153,6 @@ class FreezeStateError(FreezekitError, ValueError):
                 lines.append(f"  {title} ({len(names)}): {', '.join(names[:10])}{more}")
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, self.missing, self.unexpected)
-
 
 class OptimizerError(FreezekitError, ValueError):
     """The optimizer cannot take in or let go of these parameters."""
@@ -167,9 +169,6 @@ class AuditFailedError(FreezekitError, AssertionError):
         super().__init__(message)
         self.message = message
         self.report = report
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.report)
 
 
 class SimulatedOutOfMemoryError(FreezekitError, MemoryError):
@@ -199,10 +198,6 @@ class SimulatedOutOfMemoryError(FreezekitError, MemoryError):
         self.allocated = allocated
         self.reserved = reserved
         self.largest_free = largest_free
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        sizes = {name: value for name, value in vars(self).items() if name != "__notes__"}
-        return partial(type(self), str(self), **sizes), ()
 
 
 # -- warnings ----------------------------------------------------------------------------------

@@ -5,18 +5,20 @@ A check's docstring says what it finds and why it matters; its code never change
 
 from __future__ import annotations
 
-import re
+import keyword
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
-from freezekit._fold import fold_names
+from freezekit._fold import fold_names, is_number
 from freezekit._format import plural, shorten
+from freezekit._selection import resolve
+from freezekit.errors import FreezekitError
 
-__all__ = ["DEFAULT_CHECKS", "Check"]
+__all__ = ["DEFAULT_CHECKS", "Check", "code_of"]
 
 Check: TypeAlias = Callable[[AuditContext], Iterator[Finding]]
 
@@ -48,16 +50,8 @@ def running_stats_move(context: AuditContext) -> Iterator[Finding]:
     They are buffers, driven by the training mode and not by ``requires_grad``: each forward in
     train mode, also under ``no_grad``, changes what the frozen part computes.
     """
-    inventory = context.inventory
-    moving: dict[str, list[int]] = {"error": [], "note": []}
-    for index in context.frozen_modules:
-        info = inventory.modules[index]
-        normalizes_by_batch = getattr(inventory.module(index), "track_running_stats", None) is False
-        if info.has_running_stats and info.training and not normalizes_by_batch:
-            moving["error" if _surely_moves(inventory.module(index)) else "note"].append(index)
-    if moving["error"]:
-        fqns = tuple(inventory.modules[i].fqn for i in moving["error"])
-        kinds = dict.fromkeys(inventory.modules[i].type_name for i in moving["error"])
+    fqns, kinds = _frozen_in_train(context, "moves")
+    if fqns:
         yield Finding(
             code="FK201",
             severity="error",
@@ -65,18 +59,41 @@ def running_stats_move(context: AuditContext) -> Iterator[Finding]:
             fqns=fqns,
             cause=f"{plural(len(fqns), 'module')} ({shorten(kinds)}) in train mode, with all "
             "parameters frozen: each forward changes their running statistics.",
-            mend=f"Hold them: freezekit.freeze(model, {_as_argument(fqns)}).",
+            mend=f"Hold them: freezekit.freeze(model, {_as_argument(context, fqns)}).",
         )
-    if moving["note"]:
-        fqns = tuple(inventory.modules[i].fqn for i in moving["note"])
+
+
+def saved_buffers_in_train(context: AuditContext) -> Iterator[Finding]:
+    """FK202: a frozen part in train mode has saved buffers of which it is unknown if they move."""
+    fqns, kinds = _frozen_in_train(context, "unknown")
+    if fqns:
         yield Finding(
             code="FK202",
             severity="note",
             title="saved buffers in a frozen part that is in train mode",
             fqns=fqns,
-            cause=f"{plural(len(fqns), 'frozen module')} in train mode with floating point "
-            "buffers: if their forward updates them, the frozen part changes.",
-            mend=f"If so, hold them: freezekit.freeze(model, {_as_argument(fqns)}).",
+            cause=f"{plural(len(fqns), 'frozen module')} ({shorten(kinds)}) in train mode with "
+            "floating point buffers: if their forward updates them, the frozen part changes.",
+            mend=f"If so, hold them: freezekit.freeze(model, {_as_argument(context, fqns)}).",
+        )
+
+
+def batch_statistics(context: AuditContext) -> Iterator[Finding]:
+    """FK204: ``track_running_stats=False`` as a freeze: statistics stay, and are not used.
+
+    In train mode such a norm normalises with each batch's own statistics: its outputs are not
+    those of the checkpoint.
+    """
+    fqns, kinds = _frozen_in_train(context, "batch")
+    if fqns:
+        yield Finding(
+            code="FK204",
+            severity="warning",
+            title="a frozen norm normalises with the batch, not with its statistics",
+            fqns=fqns,
+            cause=f"{plural(len(fqns), 'module')} ({shorten(kinds)}) in train mode, with "
+            "track_running_stats=False and statistics that are not used.",
+            mend=f"Hold them in eval: freezekit.freeze(model, {_as_argument(context, fqns)}).",
         )
 
 
@@ -126,7 +143,8 @@ def frozen_with_gradient(context: AuditContext) -> Iterator[Finding]:
             fqns=fqns,
             cause=f"{plural(len(fqns), 'tensor')} with requires_grad=False and a .grad: an "
             "optimizer that holds them still moves them.",
-            mend=f"Clear it: freezekit.freeze(model, {_as_argument(fqns)}) sets .grad to None.",
+            mend=f"Clear it: freezekit.freeze(model, {_as_argument(context, fqns)}) sets "
+            ".grad to None.",
         )
 
 
@@ -156,22 +174,47 @@ def tied_flags_disagree(context: AuditContext) -> Iterator[Finding]:
 DEFAULT_CHECKS: tuple[Check, ...] = (
     nothing_trainable,
     running_stats_move,
+    saved_buffers_in_train,
     active_dropout,
+    batch_statistics,
     frozen_with_gradient,
     tied_flags_disagree,
 )
 
 
+def code_of(check: Check) -> str:
+    """The code that a check's docstring begins with; ``""`` if it has none."""
+    return (check.__doc__ or "").partition(":")[0]
+
+
 # -- what checks share -------------------------------------------------------------------------
 
 
-def _surely_moves(module: nn.Module) -> bool:
-    """Whether the buffers are statistics that move in train mode, by what they are called."""
+def _frozen_in_train(
+    context: AuditContext, behaviour: Literal["moves", "unknown", "batch"]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """FQNs and classes of frozen modules with saved statistics that are in train mode."""
+    inventory = context.inventory
+    found = [
+        inventory.modules[index]
+        for index in context.frozen_modules
+        if inventory.modules[index].has_running_stats
+        and inventory.modules[index].training
+        and _statistics(inventory.module(index)) == behaviour
+    ]
+    return tuple(i.fqn for i in found), tuple(dict.fromkeys(i.type_name for i in found))
+
+
+def _statistics(module: nn.Module) -> Literal["moves", "unknown", "batch"]:
+    """What train mode does to a module's statistics, by what they are called."""
+    if getattr(module, "track_running_stats", None) is False:
+        return "batch"
     names = [name for name, _ in module.named_buffers(recurse=False)]
-    return any(
+    surely = any(
         name.startswith("running_") or name == "num_batches_tracked" or name.endswith(("_u", "_v"))
         for name in names
     )
+    return "moves" if surely else "unknown"
 
 
 def _drop_rate(module: nn.Module) -> float:
@@ -202,21 +245,39 @@ def _eval_code(context: AuditContext, indices: Iterable[int]) -> str:
     if "" in outermost:
         return "model.eval()"
     folded = fold_names(outermost)
-    if len(folded) <= 2 and all("]." not in name for name in folded):
-        # A slice of a ModuleList is one, with an eval() of its own.
-        return "; ".join(f"{_as_attribute('model.' + name)}.eval()" for name in folded)
-    return f"model.get_submodule(name).eval() for each of {shorten(folded)}"
+    written = [_as_attribute(name) for name in folded]
+    if len(folded) <= 3 and all(written):
+        return "; ".join(f"{name}.eval()" for name in written)
+    listed = ", ".join(f'"{name}"' for name in outermost)
+    return f"[model.get_submodule(name).eval() for name in ({listed},)]"
 
 
 def _as_attribute(name: str) -> str:
-    """``model.layers.0.norm`` as Python reads it: ``model.layers[0].norm``."""
-    return re.sub(r"\.(\d+)(?=\.|\[|$)", r"[\1]", name)
+    """``layers.0.norm`` as Python reads it, ``model.layers[0].norm``; ``""`` if it cannot.
+
+    A slice can only come last: a slice of a ModuleList is one, with an ``eval()`` of its own.
+    """
+    path = "model"
+    head, bracket, slice_ = name.partition("[")
+    if bracket and not slice_.endswith("]"):
+        return ""
+    for part in head.split(".") if head else ():
+        if is_number(part):
+            path += f"[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            path += f".{part}"
+        else:
+            return ""
+    return path + bracket + slice_
 
 
-def _as_argument(fqns: tuple[str, ...]) -> str:
-    """The FQNs as a ``patterns`` argument, short enough to read."""
-    folded = fold_names(fqns)
-    if len(folded) == 1:
-        return f'"{folded[0]}"'
-    shown = ", ".join(f'"{name}"' for name in folded[:3])
-    return f"[{shown}{', ...' if len(folded) > 3 else ''}]"
+def _as_argument(context: AuditContext, fqns: tuple[str, ...]) -> str:
+    """The FQNs as a ``patterns`` argument: folded, where that selects the same."""
+    names = fold_names(fqns)
+    try:
+        resolve(context.inventory, names)
+    except FreezekitError:  # a number in a name need not be a position
+        names = fqns
+    if len(names) == 1:
+        return f'"{names[0]}"'
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from freezekit._audit.checks import DEFAULT_CHECKS
+from freezekit._audit.checks import DEFAULT_CHECKS, code_of
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import SEVERITIES
 from freezekit._audit.report import AuditReport
@@ -41,9 +41,9 @@ def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
         ValueError: ``ignore`` names a code that no check has.
     """
     ignored = frozenset([ignore] if isinstance(ignore, str) else ignore)
-    unknown = sorted(code for code in ignored if not _is_code(code))
-    if unknown:
-        raise ValueError(f"ignore: expected codes such as 'FK203', got {unknown[0]!r}")
+    known = {code for check in DEFAULT_CHECKS if (code := code_of(check))}
+    for code in ignored - known:
+        raise ValueError(f"ignore: expected codes such as 'FK203', got {code!r}")
     context = AuditContext(model)
     findings = [finding for check in DEFAULT_CHECKS for finding in check(context)]
     findings = [finding for finding in findings if finding.code not in ignored]
@@ -66,7 +66,3 @@ def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
         sharded=sum(info.layout == "sharded" for info in parameters),
         packed=sum(info.layout == "packed" for info in parameters),
     )
-
-
-def _is_code(code: object) -> bool:
-    return isinstance(code, str) and len(code) == 5 and code[:2] == "FK" and code[2:].isdecimal()

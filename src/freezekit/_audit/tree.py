@@ -6,11 +6,12 @@ Blocks that are alike are one row (``layer[0:12]``), a chain of single children 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freezekit._fold import slice_text, split_runs
+from freezekit._fold import is_number, slice_text, split_runs
 from freezekit._format import format_dtype, format_tensor
 from freezekit._inventory import Inventory
 from freezekit._modes import held_by
@@ -182,7 +183,28 @@ class _Tree:
         root = self.nodes[0]
         while len(root.children) == 1 and self.is_wrapped(root.children[0]):
             root = root.children[0]
+        if held_by(self.inventory.module(root.index)) is not None:
+            yield self.own_hold(root)
         yield from self.rows_below(root, 0, times=1)
+
+    def own_hold(self, root: _Node) -> ModuleRow:
+        """A row for the model's own hold, which no row of its parts can show."""
+        info = self.inventory.modules[root.index]
+        return ModuleRow(
+            name="(itself)",
+            depth=0,
+            type_name=info.type_name,
+            count=1,
+            tensors=0,
+            numel=0,
+            trainable=0,
+            nbytes=0,
+            dtypes=(),
+            mode="",
+            held=1,
+            opened=False,
+            tied_to="",
+        )
 
     def is_wrapped(self, node: _Node) -> bool:
         """Whether the module goes by the name of the one around it: a wrapper's inside."""
@@ -195,7 +217,8 @@ class _Tree:
             yield from self.rows_of(group, name, depth, times)
 
     def rows_of(self, group: list[_Node], name: str, depth: int, times: int) -> Iterator[ModuleRow]:
-        first, count = group[0], len(group) * times
+        outer, outer_count = group[0], len(group) * times
+        first, count = outer, outer_count
         # A chain of single children reads as one dotted name.
         while first.children and not first.own:
             alike = _group_alike(first.children)
@@ -209,7 +232,11 @@ class _Tree:
             count = len(group) * times
         shallow = depth + 1 < _OPEN_DEPTH and len(group) == 1 and bool(first.children)
         opened = first.is_mixed or shallow
-        yield self.row_of(first, name, depth, count, opened=opened)
+        row = self.row_of(first, name, depth, count, opened=opened)
+        if first is not outer:
+            held = outer.held * outer_count
+            row = dataclasses.replace(row, mode=_mode_text(outer.modes), held=held)
+        yield row
         if opened:
             yield from self.rows_below(first, depth + 1, count)
 
@@ -219,7 +246,6 @@ class _Tree:
             info = self.inventory.modules[node.index]
             entry = self.inventory.entries[info.first_entry]
             tied_to = self.inventory.parameters[entry.parameter].fqn
-        modes = {True: "train", False: "eval"}
         return ModuleRow(
             name=name,
             depth=depth,
@@ -230,7 +256,7 @@ class _Tree:
             trainable=node.trainable * count,
             nbytes=node.nbytes * count,
             dtypes=node.dtypes,
-            mode="mixed" if len(node.modes) > 1 else "".join(modes[m] for m in node.modes),
+            mode=_mode_text(node.modes),
             held=node.held * count,
             opened=opened,
             tied_to=tied_to,
@@ -245,7 +271,7 @@ class _Tree:
             name = entry.fqn.rpartition(".")[2]
             tied = entry.fqn != info.fqn
             key: tuple[Any, ...] = (name,)
-            if name.isdecimal() and not tied:
+            if is_number(name) and not tied:
                 key = (None, info.shape, info.dtype, info.requires_grad, info.layout)
             groups.setdefault(key, []).append((name, entry.parameter))
         for members in groups.values():
@@ -279,6 +305,12 @@ class _Tree:
         )
 
 
+def _mode_text(modes: frozenset[bool]) -> str:
+    if len(modes) > 1:
+        return "mixed"
+    return "".join("train" if training else "eval" for training in modes)
+
+
 def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     if one == other or not other:
         return one
@@ -289,7 +321,7 @@ def _group_alike(children: Sequence[_Node]) -> list[tuple[list[_Node], str]]:
     """Children in order, numbered ones that are alike together, each group with its name."""
     alike: dict[int, list[_Node]] = {}
     for child in children:
-        if child.name.isdecimal():
+        if is_number(child.name):
             alike.setdefault(child.signature, []).append(child)
     groups: dict[int, tuple[list[_Node], str]] = {}
     for members in alike.values():
@@ -298,6 +330,6 @@ def _group_alike(children: Sequence[_Node]) -> list[tuple[list[_Node], str]]:
             name = slice_text(run) if len(run) > 1 else str(run[0])
             groups[by_number[run[0]].index] = ([by_number[number] for number in run], name)
     for child in children:
-        if not child.name.isdecimal():
+        if not is_number(child.name):
             groups[child.index] = ([child], child.name)
     return [groups[index] for index in sorted(groups)]
