@@ -9,6 +9,7 @@ iterators hide the second name of a module that is used twice by one parent.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,8 @@ from freezekit._wrappers import is_transparent
 from freezekit.errors import UnsupportedModelError
 
 __all__ = ["BufferInfo", "Inventory", "ModuleInfo", "NamedEntry", "ParameterInfo", "take_inventory"]
+
+_STATISTIC = re.compile(r"running|moving|(^|_)(ema|avg|average)(_|$)|_[uv]$")
 
 # Up to here it is looked at element by element whether two views overlap.
 _FEW_ELEMENTS = 4096
@@ -294,9 +297,12 @@ class _Walk:
                 continue
             # Statistics are what a module learns by itself and saves: a floating point buffer
             # that is part of the state dict. Tables that follow from the configuration (rotary
-            # frequencies, position ids) are not saved, or are integers.
+            # frequencies, position ids) are not saved, or are integers. A module with children
+            # may save a constant, and its mode decides more than about that (whether activations
+            # are recomputed, what a model returns): there the name has to tell.
             saved = name not in module._non_persistent_buffers_set
-            if saved and (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
+            learned = saved and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+            if learned and (not module._modules or _STATISTIC.search(name)):
                 info.has_running_stats = True
             if id(buffer) not in self.seen_buffers:
                 self.seen_buffers.add(id(buffer))

@@ -222,8 +222,8 @@ class Matcher:
         self, name: str, bases: list[int], *, at_root: bool, number_ends: bool
     ) -> tuple[list[int], list[int]]:
         """Modules and entries called ``name`` (or matching it) below ``bases``."""
-        if not name:
-            return bases, []
+        if not name:  # the model itself, and what wrappers around it share its name
+            return self.module_names[""] if at_root else bases, []
         tail = glob_to_regex(name)
         if number_ends:
             tail = _NUMBER_STAR.sub(r"\1(?!\\d).*", tail)
@@ -240,12 +240,15 @@ class Matcher:
         for base in bases:
             info = self.inventory.modules[base]
             regex = re.compile(re.escape(f"{info.fqn}.") + tail, re.DOTALL)
-            modules += [
-                i for i in range(base, info.end) if regex.fullmatch(self.inventory.modules[i].fqn)
-            ]
+            raw = f"{info.raw}.{name}"  # also written in full, as it is listed
+            for i in range(base, info.end):
+                module = self.inventory.modules[i]
+                if regex.fullmatch(module.fqn) or module.raw == raw:
+                    modules.append(i)
             for i in range(info.first_entry, info.last_entry):
                 entry = self.inventory.entries[i]
-                if any(regex.fullmatch(n) for n in _names_of_entry(entry.fqn)):
+                names = _names_of_entry(entry.fqn)
+                if entry.raw == raw or any(regex.fullmatch(n) for n in names):
                     entries.append(i)
         return modules, entries
 

@@ -22,8 +22,9 @@ class HeldInEval:
 
     Its module's children still follow ``train(mode)``. It keeps the mode that was asked for
     last, so that a release gives the module the mode it would have had without the hold. It
-    copies and pickles with its module, and refers to it weakly: a held model is still freed as
-    soon as its last reference goes.
+    deep-copies and pickles with its module, and refers to it weakly: a held model is still freed
+    as soon as its last reference goes. (A shallow ``copy.copy`` of a module shares all of its
+    attributes, this one too.)
     """
 
     __slots__ = ("_module", "requested", "shadowed")
@@ -32,18 +33,28 @@ class HeldInEval:
         self._module = weakref.ref(module)
         self.requested = module.training
         # A `train` that someone else had set on the instance still runs, and comes back.
-        self.shadowed: Callable[[bool], nn.Module] | None = module.__dict__.get("train")
+        self.shadowed: Callable[..., Any] | None = module.__dict__.get("train")
 
-    def __call__(self, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  (torch's signature)
+    def __call__(self, mode: bool = True, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
         module = self._module()
-        assert module is not None, "called through its module, which is therefore alive"
-        if self.shadowed is not None:
-            self.shadowed(mode)
-        else:
-            type(module).train(module, mode)
-        module.training = False
+        if module is None:
+            raise RuntimeError(
+                "this module is a shallow copy (copy.copy) of one that freezekit held in eval and "
+                "that is gone; make copies with copy.deepcopy"
+            )
         self.requested = mode
-        return module
+        if self.shadowed is None and type(module).train is nn.Module.train:
+            # As nn.Module.train does, but at no moment in train mode: another thread may run it.
+            for child in module.children():
+                child.train(mode)
+            module.training = False  # also after code that set it by hand
+            return module
+        try:
+            if self.shadowed is not None:
+                return self.shadowed(mode, *args, **kwargs)
+            return type(module).train(module, mode, *args, **kwargs)
+        finally:
+            module.training = False
 
     def __repr__(self) -> str:
         return f"<train() held in eval by freezekit; last asked for: {self.requested}>"
@@ -69,9 +80,9 @@ def held_by(module: nn.Module) -> HeldInEval | None:
 
 def hold(module: nn.Module) -> None:
     """Put ``module`` (not its children) into eval and hold it there. Holding twice is holding."""
-    if held_by(module) is None:
-        module.__dict__["train"] = HeldInEval(module)
+    holder = held_by(module) or HeldInEval(module)
     module.training = False
+    module.__dict__["train"] = holder
 
 
 def release(module: nn.Module) -> None:
@@ -83,7 +94,7 @@ def release(module: nn.Module) -> None:
     module.training = holder.requested
 
 
-def _set_train(module: nn.Module, train: Callable[[bool], nn.Module] | None) -> None:
+def _set_train(module: nn.Module, train: Callable[..., Any] | None) -> None:
     if train is None:
         module.__dict__.pop("train", None)
     else:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from freezekit._format import plural, shorten
@@ -27,7 +30,7 @@ from freezekit._optimizers import (
 )
 from freezekit._patterns import Patterns
 from freezekit._selection import PartialTie, Selected, resolve
-from freezekit._wrappers import has_compiled_code
+from freezekit._wrappers import has_compiled_code, reshard
 from freezekit.errors import (
     CompiledModelWarning,
     NothingTrainableWarning,
@@ -76,7 +79,9 @@ class Plan:
         if norm_stats not in ("hold", "keep"):
             raise ValueError(f"norm_stats: expected 'hold' or 'keep', got {norm_stats!r}")
         check_optimizer(optimizer, group_options or {})
-        inventory = take_inventory(model)
+        inventory = take_inventory(model)  # refuses what is no model
+        if reshard(model):
+            inventory = take_inventory(model)
         selected = resolve(inventory, patterns, exclude)
         return cls(inventory, selected, norm_stats, optimizer, group_options or {})
 
@@ -174,10 +179,15 @@ class Plan:
         """Refuse what could fail half-way."""
         for index in self.freeze:
             for tensor in self.inventory.tensors(index):
+                fqn = self.inventory.parameters[index].fqn
                 if tensor.requires_grad and not tensor.is_leaf:
-                    fqn = self.inventory.parameters[index].fqn
                     reason = f"the parameter {fqn!r} is computed from other tensors (not a leaf)"
                     raise UnsupportedModelError(f"{reason}: freeze what it is computed from", fqn)
+                if self.temporary and tensor.requires_grad and _is_inference(tensor):
+                    reason = f"the parameter {fqn!r} was made under torch.inference_mode()"
+                    raise UnsupportedModelError(
+                        f"{reason}: it could not be made trainable again", fqn
+                    )
         if self.optimizer is not None:
             joining = (t for i in self.thaw for t in self.inventory.tensors(i))
             check_group(self.optimizer, joining, self.group_options)
@@ -237,8 +247,13 @@ class Plan:
         """Warn, change the model and the optimizer, and report."""
         self.check()
         self.warn(action, stacklevel + 1)
-        # The optimizer first: it may refuse a group.
-        change = self._apply_to_optimizer()
+        # First what the user's own code may refuse: a mode, a group.
+        with ExitStack() as undo:
+            for index in self.hold:
+                hold(self.inventory.module(index))
+                undo.callback(release, self.inventory.module(index))
+            change = self._apply_to_optimizer()
+            undo.pop_all()
         cleared = self._apply()
         return self._report(action, cleared, change)
 
@@ -255,8 +270,6 @@ class Plan:
         for index in self.thaw:
             for tensor in self.inventory.tensors(index):
                 tensor.requires_grad = True
-        for index in self.hold:
-            hold(self.inventory.module(index))
         for index in self.release:
             release(self.inventory.module(index))
         return sorted(set(cleared))
@@ -326,6 +339,11 @@ class Plan:
             trainable=sum(info.numel for info, now in zip(infos, trains, strict=True) if now),
             frozen=sum(info.numel for info, now in zip(infos, trains, strict=True) if not now),
         )
+
+
+def _is_inference(tensor: torch.Tensor) -> bool:
+    # An uninitialised parameter may not be asked.
+    return not is_lazy(tensor) and tensor.is_inference()
 
 
 def _tie_message(ties: Sequence[PartialTie], action: Action) -> str:

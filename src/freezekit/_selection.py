@@ -225,7 +225,11 @@ def resolve(inventory: Inventory, patterns: Patterns, exclude: Patterns = ()) ->
     chosen = {entries[i].parameter for i in wanted} - barred_parameters
     excluded_modules = set[int]().union(*(match.modules for match in exclude_matches))
     modules = set[int]().union(*(match.modules for match in matches)) - excluded_modules
-    if not chosen and not any(inventory.modules[i].has_running_stats for i in modules):
+    # A module that is used twice is covered under either name.
+    for covered in (excluded_modules, modules):
+        covered |= {i for i in (inventory.modules[i].repeats for i in covered) if i >= 0}
+    held = (i for i in modules if inventory.modules[i].has_running_stats)
+    if not chosen and all(inventory.subtree_parameters(i) for i in held):
         hints = ["all that it matches is excluded"] * len(parsed)
         raise UnmatchedPatternError([p.text for p in parsed], hints, [()] * len(parsed))
     ties: tuple[PartialTie, ...] = ()

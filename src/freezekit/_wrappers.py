@@ -7,10 +7,12 @@ Wrappers are recognised by the names of their classes, so that none of their pac
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-__all__ = ["has_compiled_code", "is_transparent"]
+__all__ = ["has_compiled_code", "is_transparent", "reshard"]
 
 # Child names that only ever come from a wrapper (torch.compile, FSDP1, activation checkpointing).
 _WRAPPER_CHILDREN = frozenset(
@@ -26,6 +28,8 @@ _WRAPPER_CLASSES = {
     "PeftModel": "base_model",
     "BaseTuner": "model",
     "BaseTunerLayer": "base_layer",
+    "AuxiliaryTrainingWrapper": "original_module",
+    "TrainableTokensWrapper": "token_adapter",
 }
 
 
@@ -42,26 +46,52 @@ def is_transparent(parent: nn.Module, child_name: str) -> bool:
     return any(_WRAPPER_CLASSES.get(cls.__name__) == child_name for cls in type(parent).__mro__)
 
 
+def reshard(model: nn.Module) -> bool:
+    """Let FSDP2 put its sharded parameters back; whether there was anything to do.
+
+    After a forward without a backward (a validation step) the root's are still gathered, and what
+    is registered are tensors that go at the next step, with all flags that were set on them.
+    """
+    sharded = [
+        module
+        for module in model.modules()
+        if any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+    ]
+    for module in sharded:
+        module.reshard()  # type: ignore[operator]
+    return bool(sharded)
+
+
 def has_compiled_code(model: nn.Module) -> bool:
     """Whether ``torch.compile`` already holds compiled code for a module in ``model``.
 
-    Never imports the compiler: a model that is compiled has it imported already.
+    Never imports the compiler: a model that is compiled has it imported already. Code is held for
+    a class, so another instance's counts too: a false alarm is a warning more, a missed one is a
+    layer that silently does not learn.
     """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
         return False
-    for module in model.modules():
-        # Private, since nothing public tells whether a compiled module has run:
-        # Module.compile() keeps its callable here, torch.compile() wraps in an OptimizedModule.
-        if isinstance(module, eval_frame.OptimizedModule):
-            inner = module._orig_mod
-        elif module._compiled_call_impl is not None:
-            inner = module
-        else:
-            continue
-        code = getattr(type(inner).forward, "__code__", None)
-        # Code held for another instance of the class counts too: a false alarm is a warning
-        # more, a missed one is a layer that silently does not learn.
-        if code is None or eval_frame._debug_get_cache_entry_list(code):
-            return True
-    return False
+    # Private, since nothing public tells whether a compiled module has run. The code of a class's
+    # own forward tells, also of the model inside a compiled one.
+    classes = {type(module) for module in model.modules()}
+    codes = {
+        getattr(cls.forward, "__code__", None)
+        for cls in classes
+        if not cls.__module__.startswith("torch.")
+    }
+    # torch.compile() wraps in an OptimizedModule, Module.compile() keeps its callable on the
+    # module; modules of torch's own are compiled through a frame around them.
+    if any(
+        isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    ):
+        codes |= {getattr(cls.forward, "__code__", None) for cls in classes}
+        codes |= {wrap(len).__code__ for wrap in _frame_makers()}
+        codes |= {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+    return any(eval_frame._debug_get_cache_entry_list(code) for code in codes if code is not None)
+
+
+def _frame_makers() -> list[Callable[[Callable[..., Any]], Any]]:
+    utilities = sys.modules.get("torch._dynamo.external_utils")
+    return [] if utilities is None else [utilities.wrap_inline]

@@ -210,9 +210,10 @@ def _statistics(module: nn.Module) -> Literal["moves", "unknown", "batch"]:
     if getattr(module, "track_running_stats", None) is False:
         return "batch"
     names = [name for name, _ in module.named_buffers(recurse=False)]
+    # A FrozenBatchNorm has running statistics too, and nothing that says how they move.
+    tracks = "num_batches_tracked" in names or hasattr(module, "momentum")
     surely = any(
-        name.startswith("running_") or name == "num_batches_tracked" or name.endswith(("_u", "_v"))
-        for name in names
+        (name.startswith("running_") and tracks) or name.endswith(("_u", "_v")) for name in names
     )
     return "moves" if surely else "unknown"
 
@@ -273,6 +274,8 @@ def _as_attribute(name: str) -> str:
 
 def _as_argument(context: AuditContext, fqns: tuple[str, ...]) -> str:
     """The FQNs as a ``patterns`` argument: folded, where that selects the same."""
+    if "" in fqns:
+        return '"*"'
     names = fold_names(fqns)
     try:
         resolve(context.inventory, names)
