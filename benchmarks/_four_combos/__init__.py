@@ -1,0 +1,1 @@
+"""The parts of the benchmark ``benchmarks/four_combos.py``."""
