@@ -78,7 +78,8 @@ def imports(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests, the docstrings' examples and those of README and docs (about 2 minutes)."""
     prepare(session, "test")
-    session.run("pytest", *session.posargs)
+    # Threads that spin while they wait would take the cores from each other.
+    session.run("pytest", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 @nox.session(reuse_venv=is_fresh("four_combos"))

@@ -65,30 +65,25 @@ def reshard(model: nn.Module) -> bool:
 def has_compiled_code(model: nn.Module) -> bool:
     """Whether ``torch.compile`` already holds compiled code for a module in ``model``.
 
-    Never imports the compiler: a model that is compiled has it imported already. Code is held for
-    a class, so another instance's counts too: a false alarm is a warning more, a missed one is a
-    layer that silently does not learn.
+    Never imports the compiler: a model that is compiled has it imported already. The model inside
+    a compiled wrapper cannot be told from one that is not compiled. Code is held for a class, so
+    another instance's counts too: a false alarm is a warning more, a missed one is a layer that
+    silently does not learn.
     """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
         return False
-    # Private, since nothing public tells whether a compiled module has run. The code of a class's
-    # own forward tells, also of the model inside a compiled one.
-    classes = {type(module) for module in model.modules()}
-    codes = {
-        getattr(cls.forward, "__code__", None)
-        for cls in classes
-        if not cls.__module__.startswith("torch.")
-    }
-    # torch.compile() wraps in an OptimizedModule, Module.compile() keeps its callable on the
-    # module; modules of torch's own are compiled through a frame around them.
-    if any(
+    # Private, since nothing public tells whether a compiled module has run. torch.compile() wraps
+    # in an OptimizedModule, Module.compile() keeps its callable on the module.
+    if not any(
         isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
         for module in model.modules()
     ):
-        codes |= {getattr(cls.forward, "__code__", None) for cls in classes}
-        codes |= {wrap(len).__code__ for wrap in _frame_makers()}
-        codes |= {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+        return False
+    codes = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
+    # Modules of torch's own are compiled through a frame around them.
+    codes |= {wrap(len).__code__ for wrap in _frame_makers()}
+    codes |= {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
     return any(eval_frame._debug_get_cache_entry_list(code) for code in codes if code is not None)
 
 
