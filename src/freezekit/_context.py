@@ -15,6 +15,7 @@ from freezekit._freeze_report import FreezeReport
 from freezekit._modes import restore_modes, save_modes
 from freezekit._patterns import Patterns
 from freezekit._plan import NormStats, Plan
+from freezekit._wrappers import reshard
 
 __all__ = ["frozen"]
 
@@ -107,6 +108,8 @@ def _restorer(plan: Plan) -> Callable[[], None]:
     modes = save_modes(inventory.module(i) for i in range(len(inventory.modules)))
 
     def restore() -> None:
+        # What was gathered inside the block carries the block's flags.
+        reshard(inventory.module(0))
         for tensor, requires_grad in flags:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad = requires_grad

@@ -299,10 +299,12 @@ class _Walk:
             # that is part of the state dict. Tables that follow from the configuration (rotary
             # frequencies, position ids) are not saved, or are integers. A module with children
             # may save a constant, and its mode decides more than about that (whether activations
-            # are recomputed, what a model returns): there the name has to tell.
+            # are recomputed, what a model returns), as that of an RNN does (cuDNN has no backward
+            # in eval): there the name has to tell. Masks are pruning's.
             saved = name not in module._non_persistent_buffers_set
             learned = saved and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
-            if learned and (not module._modules or _STATISTIC.search(name)):
+            plain = not module._modules and not isinstance(module, nn.RNNBase)
+            if learned and (_STATISTIC.search(name) or (plain and not name.endswith("mask"))):
                 info.has_running_stats = True
             if id(buffer) not in self.seen_buffers:
                 self.seen_buffers.add(id(buffer))

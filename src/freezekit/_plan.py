@@ -41,12 +41,18 @@ from freezekit.errors import (
     UntrainableParameterError,
 )
 
-__all__ = ["NormStats", "Plan"]
+__all__ = ["NormStats", "Plan", "inventory_to_change"]
 
 NormStats: TypeAlias = Literal["hold", "keep"]
 
 # Actions whose report counts what is frozen; the others count what is made trainable.
 _FREEZING = ("freeze", "load_freeze_state")
+
+
+def inventory_to_change(model: nn.Module) -> Inventory:
+    """An inventory of the tensors that stay: flags set on gathered ones would be lost."""
+    inventory = take_inventory(model)  # refuses what is no model
+    return take_inventory(model) if reshard(model) else inventory
 
 
 @dataclass(slots=True)
@@ -79,9 +85,7 @@ class Plan:
         if norm_stats not in ("hold", "keep"):
             raise ValueError(f"norm_stats: expected 'hold' or 'keep', got {norm_stats!r}")
         check_optimizer(optimizer, group_options or {})
-        inventory = take_inventory(model)  # refuses what is no model
-        if reshard(model):
-            inventory = take_inventory(model)
+        inventory = inventory_to_change(model)
         selected = resolve(inventory, patterns, exclude)
         return cls(inventory, selected, norm_stats, optimizer, group_options or {})
 
@@ -219,12 +223,12 @@ class Plan:
                 f"{shorten(lazy)}: not initialised yet, and frozen as it will be initialised; "
                 "run one forward, or load the weights, before freezing",
             )
-        if changes and has_compiled_code(self.inventory.module(0)):
+        if changes and not self.temporary and has_compiled_code(self.inventory.module(0)):
             yield (
                 CompiledModelWarning,
                 f"requires_grad of {plural(len(changes), 'tensor')} changes in a model that "
-                "torch.compile has compiled already; call torch._dynamo.reset() so that it is "
-                "compiled again with the new flags",
+                "torch.compile has compiled already: it should be compiled again at its next call; "
+                "if what changed does not follow, call torch._dynamo.reset()",
             )
         meant = self.temporary or self.selected.is_everything
         if action == "freeze" and changes and not any(after) and not meant:

@@ -10,7 +10,7 @@ from torch import nn
 from freezekit._freeze_report import FreezeReport
 from freezekit._inventory import Inventory, take_inventory
 from freezekit._modes import held_by
-from freezekit._plan import Plan
+from freezekit._plan import Plan, inventory_to_change
 from freezekit.errors import FreezeStateError
 
 __all__ = ["FreezeState", "freeze_state", "load_freeze_state"]
@@ -81,8 +81,8 @@ def load_freeze_state(model: nn.Module, state: FreezeState | Mapping[str, Any]) 
         FreezeStateError: not a freeze state; names differ (all differences are listed); or two
             names of one tensor disagree. Nothing is changed then.
     """
-    inventory = take_inventory(model)
     checked = _check_state(state)
+    inventory = inventory_to_change(model)
     flags = _match_flags(inventory, checked)
     modules = _match_modules(inventory, checked["held"])
     plan = Plan.of_flags(inventory, flags)

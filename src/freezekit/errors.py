@@ -49,7 +49,8 @@ class FreezekitError(Exception):
 
 def _rebuild(cls: type[FreezekitError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """An error as it was, without making its message again."""
-    error = cls.__new__(cls, *args)
+    # The base's own: MemoryError's refuses to make an error of several bases.
+    error: FreezekitError = BaseException.__new__(cls, *args)
     error.args = args
     vars(error).update(state)
     return error

@@ -112,15 +112,20 @@ def active_dropout(context: AuditContext) -> Iterator[Finding]:
     if not found:
         return
     kinds = shorten(f"p={rate:g}" for rate in dict.fromkeys(found.values()))
+    outermost = _outermost_frozen(context, found)
+    largest = max(_subtree_numel(context, index) for index in outermost)
+    whole = sum(info.numel for info in inventory.parameters)
     yield Finding(
         code="FK203",
-        severity="warning",
+        # In a frozen backbone it spoils the features; between layers that learn (adapters,
+        # gradual unfreezing) it is the usual regularisation.
+        severity="warning" if 2 * largest >= whole else "note",
         title="dropout is active in a frozen part",
         fqns=tuple(inventory.modules[index].fqn for index in found),
         cause=f"{plural(len(found), 'random module')} ({kinds}) in train mode, with all "
         "parameters around frozen: two passes over one input differ.",
         mend="Put the frozen part into eval mode after each model.train(): "
-        f"{_eval_code(context, found)}.",
+        f"{_eval_code(context, outermost)}.",
     )
 
 
@@ -234,15 +239,26 @@ def _drop_rate(module: nn.Module) -> float:
     return float(rate) if isinstance(rate, int | float) else 0.0
 
 
-def _eval_code(context: AuditContext, indices: Iterable[int]) -> str:
-    """Code that puts the outermost frozen part around each of these modules into eval mode."""
+def _outermost_frozen(context: AuditContext, indices: Iterable[int]) -> tuple[int, ...]:
+    """The outermost frozen module around each of these modules."""
     modules = context.inventory.modules
     frozen = set(context.frozen_modules)
-    outermost: dict[str, None] = {}
+    found: dict[int, None] = {}
     for index in indices:
         while modules[index].parent in frozen:
             index = modules[index].parent  # noqa: PLW2901
-        outermost[modules[index].fqn] = None
+        found[index] = None
+    return tuple(found)
+
+
+def _subtree_numel(context: AuditContext, index: int) -> int:
+    inventory = context.inventory
+    return sum(inventory.parameters[i].numel for i in inventory.subtree_parameters(index))
+
+
+def _eval_code(context: AuditContext, indices: Iterable[int]) -> str:
+    """Code that puts these modules into eval mode."""
+    outermost = [context.inventory.modules[index].fqn for index in indices]
     if "" in outermost:
         return "model.eval()"
     folded = fold_names(outermost)
