@@ -6,12 +6,11 @@ to 2.11 (proved by replaying recorded traces, see ``benchmarks/allocator_replay.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from freezekit._format import format_bytes
 from freezekit._memory.allocator_config import MIB, AllocatorConfig
+from freezekit._memory.blocks import Block, Counters, Pool, Segment, absorb, with_growth
 from freezekit.errors import SimulatedOutOfMemoryError
 
 __all__ = ["Block", "CachingAllocator", "Counters", "Segment"]
@@ -21,86 +20,6 @@ SMALL_LIMIT = MIB  # requests up to here (rounded) are the small pool's
 SMALL_SEGMENT = 2 * MIB
 OWN_SEGMENT = 10 * MIB  # requests from here on get a segment of their own size
 SEGMENT_STEP = 2 * MIB
-
-
-@dataclass(slots=True)
-class Segment:
-    """A piece of device memory: one cudaMalloc, or one growing range."""
-
-    address: int
-    size: int
-    small: bool
-    stream: int
-    expandable: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment: in use, free, or (of a growing segment) not mapped yet.
-
-    ``size`` is what is charged: the rounded request, and slack where a block is not split.
-    """
-
-    segment: Segment
-    address: int
-    size: int
-    requested: int = 0
-    in_use: bool = False
-    mapped: bool = True
-    prev: Block | None = None
-    next: Block | None = None
-    born: int = 0
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
-        return self.prev is not None or self.next is not None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Bytes now and at their peak, as ``torch.cuda`` counts them."""
-
-    allocated: int = 0
-    reserved: int = 0
-    requested: int = 0
-    peak_allocated: int = 0
-    peak_reserved: int = 0
-    peak_requested: int = 0
-
-    def change(self, *, allocated: int = 0, reserved: int = 0, requested: int = 0) -> None:
-        """Add to the counters and follow the peaks."""
-        self.allocated += allocated
-        self.reserved += reserved
-        self.requested += requested
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.peak_requested = max(self.peak_requested, self.requested)
-
-
-class _Pool:
-    """Free blocks of one pool and stream, ordered by size, then address."""
-
-    def __init__(self) -> None:
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}
-        self.calls = 0
-
-    def add(self, block: Block) -> None:
-        block.born = self.calls
-        bisect.insort(self.keys, (block.size, block.address))
-        self.blocks[block.address] = block
-
-    def remove(self, block: Block) -> None:
-        del self.keys[bisect.bisect_left(self.keys, (block.size, block.address))]
-        del self.blocks[block.address]
-
-    def at_least(self, size: int) -> Iterator[Block]:
-        for index in range(bisect.bisect_left(self.keys, (size, -1)), len(self.keys)):
-            yield self.blocks[self.keys[index][1]]
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter([self.blocks[address] for _, address in self.keys])
 
 
 class CachingAllocator:
@@ -136,7 +55,7 @@ class CachingAllocator:
         self._capacity = capacity
         self._place = place or self._place_upwards
         self._next_address = SEGMENT_STEP
-        self._pools: dict[tuple[bool, int], _Pool] = {}
+        self._pools: dict[tuple[bool, int], Pool] = {}
         self._unmapped: dict[tuple[bool, int], list[Block]] = {}
 
     # -- what a caller does
@@ -152,7 +71,7 @@ class CachingAllocator:
             return None
         size = self.round_size(nbytes)
         small = size <= SMALL_LIMIT
-        pool = self._pools.setdefault((small, stream), _Pool())
+        pool = self._pools.setdefault((small, stream), Pool())
         pool.calls += 1
         block = self._find(pool, size)
         if block is None:
@@ -203,7 +122,7 @@ class CachingAllocator:
             if adopted:
                 block.prev, adopted[-1].next = adopted[-1], block
             adopted.append(block)
-        pool = self._pools.setdefault((segment.small, segment.stream), _Pool())
+        pool = self._pools.setdefault((segment.small, segment.stream), Pool())
         for block in adopted:
             if block.in_use:
                 self.counters.change(allocated=block.size, requested=block.size)
@@ -239,7 +158,7 @@ class CachingAllocator:
 
     # -- finding and handing out
 
-    def _find(self, pool: _Pool, size: int) -> Block | None:
+    def _find(self, pool: Pool, size: int) -> Block | None:
         """Best fit: the smallest free block that is large enough, the lowest address of these."""
         candidates = pool.at_least(size)
         block = next(candidates, None)
@@ -248,7 +167,7 @@ class CachingAllocator:
         if block.segment.expandable:
             # Counted with what it can still grow by: an edge is taken last.
             for other in candidates:
-                if _with_growth(other) >= _with_growth(block):
+                if with_growth(other) >= with_growth(block):
                     break
                 block = other
         limit = self.config.max_split_size
@@ -284,11 +203,11 @@ class CachingAllocator:
             if not block.mapped:
                 continue
             self._pool_of(neighbour).remove(neighbour)
-            _absorb(block, neighbour)
+            absorb(block, neighbour)
         self._pool_of(block).add(block)
 
-    def _pool_of(self, block: Block) -> _Pool:
-        return self._pools.setdefault((block.segment.small, block.segment.stream), _Pool())
+    def _pool_of(self, block: Block) -> Pool:
+        return self._pools.setdefault((block.segment.small, block.segment.stream), Pool())
 
     # -- growing
 
@@ -471,7 +390,7 @@ class CachingAllocator:
         for neighbour in (middle.prev, middle.next):
             if neighbour is not None and not neighbour.mapped:
                 unmapped.remove(neighbour)
-                _absorb(middle, neighbour)
+                absorb(middle, neighbour)
         unmapped.append(middle)
 
     def _cut(self, block: Block, first: int, last: int) -> Block:
@@ -493,22 +412,3 @@ class CachingAllocator:
             block.size -= rest
             self._pool_of(tail).add(tail)
         return block
-
-
-def _absorb(block: Block, neighbour: Block) -> None:
-    """Make a neighbour part of the block."""
-    if neighbour is block.prev:
-        block.address = neighbour.address
-        block.prev = neighbour.prev
-        if block.prev is not None:
-            block.prev.next = block
-    else:
-        block.next = neighbour.next
-        if block.next is not None:
-            block.next.prev = block
-    block.size += neighbour.size
-
-
-def _with_growth(block: Block) -> int:
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)
