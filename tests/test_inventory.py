@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,16 @@ def test_a_whole_joins_all_of_its_parts(order: str) -> None:
     (info,) = take_inventory(make(**named)).parameters
     assert {info.fqn, *info.aliases} == {"whole", "left", "right"}
     assert info.numel == 6
+
+
+def test_a_flat_buffer_and_its_many_views_take_no_time() -> None:
+    """A flat parameter over a hundred others is found out at once, not byte by byte in pairs."""
+    flat = torch.zeros(100 * 1000)
+    views = [flat[start : start + 1000] for start in range(0, 100 * 1000, 1000)]
+    model = nn.ParameterList(nn.Parameter(tensor) for tensor in (*views, flat))
+    begin = time.perf_counter()
+    assert len(take_inventory(model).parameters) == 1
+    assert time.perf_counter() - begin < 1
 
 
 def test_neighbours_in_one_memory_are_two() -> None:

@@ -395,3 +395,11 @@ def test_the_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="bad pattern") as caught:
         parse_patterns("a..b")
     assert isinstance(caught.value, FreezekitError)
+
+
+def test_a_dot_before_brackets_is_told() -> None:
+    """The form that fnmatch has, layer.[0-3], is refused with the slice that was meant."""
+    with pytest.raises(PatternError, match=re.escape("is 'encoder.layer[0:4].attention'")):
+        parse_patterns("encoder.layer.[0-3].attention")
+    with pytest.raises(PatternError, match=re.escape("did you mean 'layer[0]'?")):
+        parse_patterns("layer.[0]")

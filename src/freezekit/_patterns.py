@@ -182,6 +182,12 @@ def _parse_segments(text: str) -> tuple[Segment, ...]:
             name = name.removeprefix(".")
             if not name and (index is None or match[1]):
                 raise PatternError(text, "an empty name between or after dots")
+        if name.endswith(".") and index is not None:
+            # As fnmatch has it, layer.[0-3]: the dot goes, then the bracket is looked at.
+            start, stop = match.span(2)
+            plain = text[: start - 2] + text[start - 1 :]
+            _parse_index(plain, index, start - 1, stop - 1)
+            raise PatternError(text, f"no dot before brackets; did you mean {plain!r}?")
         if name and "" in name.split("."):
             raise PatternError(text, "an empty name between or around dots")
         at = None if index is None else _parse_index(text, index, *match.span(2))
@@ -190,7 +196,7 @@ def _parse_segments(text: str) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-_INTEGER = re.compile(r"-?\d+")
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d*)")
 _SLICE = re.compile(r"(-?\d+)?\s*:\s*(-?\d+)?\s*(?::\s*(-?\d+)?)?")
 _RANGE = re.compile(r"(\d+)\s*(?:-|\.\.|to)\s*(\d+)")
 

@@ -33,9 +33,9 @@ def suggest_names(
     cased = _correct_case(wanted, inventory)
     if cased != wanted and matches(cased):
         found[cased] = None
-    suffix = f"*.{wanted}"
-    if "[" not in wanted and "*" not in wanted and matches(suffix):
-        found[suffix] = None
+    for suffix in dict.fromkeys((f"*.{wanted}", f"*.{cased}")):
+        if "[" not in wanted and "*" not in wanted and matches(suffix):
+            found[suffix] = None
     for name in _closest(wanted, inventory):
         found[name] = None
     return tuple(found)[:_MOST]

@@ -13,9 +13,6 @@ __all__ = ["Layout", "measure", "shared_memory", "why_untrainable"]
 
 Layout: TypeAlias = Literal["dense", "lazy", "sharded", "packed"]
 
-# Up to here it is looked at element by element whether two views overlap.
-_FEW_ELEMENTS = 4096
-
 
 def shared_memory(tensors: list[nn.Parameter]) -> dict[int, int]:
     """Which tensors share memory with an earlier one: their index -> the earliest one's.
@@ -50,43 +47,45 @@ def shared_memory(tensors: list[nn.Parameter]) -> dict[int, int]:
 
 def _join_overlapping(found: list[tuple[int, torch.Tensor]], leader: dict[int, int]) -> None:
     """Note, for tensors whose spans overlap, which of them really share an element."""
-    first = {index: index for index, _ in found}
-    for position, (index, tensor) in enumerate(found):
-        for earlier, other in found[:position]:
-            if first[earlier] != first[index] and _overlap(other, tensor):
-                # One that overlaps two joins them, and all that each was joined with.
-                joined = {first[earlier], first[index]}
-                first.update((i, min(joined)) for i, old in first.items() if old in joined)
-    leader.update((index, to) for index, to in first.items() if index != to)
+    groups: list[dict[int, torch.Tensor]] = []
+    for index, tensor in found:
+        touched = [g for g in groups if any(_overlap(other, tensor) for other in g.values())]
+        joined = {index: tensor}
+        for group in touched:
+            groups.remove(group)
+            joined |= group
+        groups.append(joined)
+    for group in groups:
+        if len(group) > 1:
+            leader.update(dict.fromkeys(group, min(group)))
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors with overlapping spans share an element; in doubt, they do.
-
-    Blocks of columns of one matrix (a fused projection taken apart) lie between each other.
-    """
-    if max(one.numel(), other.numel()) <= _FEW_ELEMENTS:
-        return not _addresses(one).isdisjoint(_addresses(other))
-    if one.stride() != other.stride() or one.itemsize != other.itemsize:
+    """Whether two tensors share an element: exact for blocks of rows; else, in doubt, they do."""
+    first, second = (one, other) if one.data_ptr() <= other.data_ptr() else (other, one)
+    distance = second.data_ptr() - first.data_ptr()
+    if _extent(first) <= distance:
+        return False
+    if first.is_contiguous():
+        return True  # the second one's first element lies in it
+    block, other_block = _block(first), _block(second)
+    if block is None or other_block is None:
         return True
-    distance = abs(other.data_ptr() - one.data_ptr()) // one.itemsize
-    first = one if one.data_ptr() <= other.data_ptr() else other
-    for stride, length in sorted(zip(first.stride(), first.shape, strict=True), reverse=True):
-        if stride == 0:
-            return True
-        steps, distance = divmod(distance, stride)
-        if steps >= length:
-            return False
-    return distance == 0
+    (rows, width, pitch), (others, breadth, other_pitch) = block, other_block
+    if others > 1 and pitch != other_pitch:
+        return True
+    down, right = divmod(distance, pitch)
+    # Below the last row, or right of all columns; unless the second one goes on in the next row.
+    return (down < rows and right < width) or (down + 1 < rows and right + breadth > pitch)
 
 
-def _addresses(tensor: torch.Tensor) -> set[int]:
-    """The address of every byte of a small tensor."""
-    found = {tensor.data_ptr() + byte for byte in range(tensor.itemsize)}
-    for stride, length in zip(tensor.stride(), tensor.shape, strict=True):
-        step = stride * tensor.itemsize
-        found = {address + step * i for address in found for i in range(length)}
-    return found
+def _block(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """A block of rows: how many, bytes of one, bytes from one to the next; None if it is none."""
+    if tensor.is_contiguous():
+        return 1, tensor.nbytes, tensor.nbytes
+    if tensor.dim() < 2 or not tensor[0].is_contiguous() or tensor.stride(0) == 0:
+        return None
+    return tensor.shape[0], tensor[0].nbytes, tensor.stride(0) * tensor.itemsize
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "PartialTieWarning",
     "PatternError",
     "SimulatedOutOfMemoryError",
+    "TraceError",
     "UninitializedParameterWarning",
     "UnmatchedPatternError",
     "UnsupportedModelError",
@@ -170,6 +171,18 @@ class AuditFailedError(FreezekitError, AssertionError):
         super().__init__(message)
         self.message = message
         self.report = report
+
+
+class TraceError(FreezekitError, RuntimeError):
+    """A step failed while its memory was estimated; the cause is chained.
+
+    Attributes:
+        fqn: the module that was running; ``""`` outside of all.
+    """
+
+    def __init__(self, message: str, fqn: str) -> None:
+        super().__init__(message)
+        self.fqn = fqn
 
 
 class SimulatedOutOfMemoryError(FreezekitError, MemoryError):

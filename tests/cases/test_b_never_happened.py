@@ -287,7 +287,7 @@ def test_no_warning_where_the_number_is_meant(pattern: str) -> None:
         ("encoder.layer[0-11]", r"'encoder\.layer\[0:12\]'"),
         ("encoder.layer[0..3]", r"'encoder\.layer\[0:4\]'"),
         ("encoder.layer[1,2]", r"\['encoder\.layer\[1\]', 'encoder\.layer\[2\]'\]"),
-        ("encoder.layer.[01]", "an empty name"),
+        ("encoder.layer.[01]", "never a character class"),
         ("encoder.layer[ab]", "never a character class"),
     ],
 )

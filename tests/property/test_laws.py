@@ -86,7 +86,7 @@ rectangles = st.tuples(
 def test_views_are_one_parameter_exactly_if_they_share_an_element(
     one: tuple[int, int, int, int], other: tuple[int, int, int, int], scale: int
 ) -> None:
-    """Blocks of rows and columns of one matrix, small or large, are tied exactly if they overlap."""
+    """Blocks of rows and columns of one matrix, small or large, are tied iff they overlap."""
     matrix = torch.zeros(4 * scale, 6 * scale)
     model = nn.ParameterList(
         nn.Parameter(matrix[top * scale : bottom * scale, left * scale : right * scale])

@@ -171,8 +171,8 @@ def tied_flags_disagree(context: AuditContext) -> Iterator[Finding]:
             fqns=names,
             cause=f"{', '.join(names)} share their memory, and some require a gradient and some "
             "do not: training moves them all.",
-            mend=f'Freeze them together: freezekit.freeze(model, "{info.fqn}") takes all names; '
-            "or give each a copy of its own.",
+            mend=f"Freeze them together: freezekit.freeze(model, {_as_argument(context, names)}) "
+            "takes all names; or give each a copy of its own.",
         )
 
 
