@@ -102,6 +102,13 @@ def four_combos(session: nox.Session) -> None:
     )
 
 
+@nox.session(reuse_venv=is_fresh("accuracy"))
+def accuracy(session: nox.Session) -> None:
+    """Compare memory estimates with real runs on the CPU (`-- xmem FILE`: with measured peaks)."""
+    prepare(session, "test")
+    session.run("python", "benchmarks/memory_accuracy.py", *(session.posargs or ["cpu"]))
+
+
 @nox.session(reuse_venv=is_fresh("bench"))
 def bench(session: nox.Session) -> None:
     """Measure what freezekit itself costs: import time, freeze and audit on large models."""

@@ -1,1 +1,1 @@
-"""What a training step needs on a GPU. So far: the CUDA caching allocator, simulated."""
+"""What a training step needs on a GPU: trace, CUDA's differences, allocator, report."""

@@ -1,0 +1,1 @@
+"""What memory_accuracy.py measures: models, rows, comparisons."""

@@ -1,0 +1,130 @@
+"""How near estimate_memory comes to what was measured.
+
+    python benchmarks/memory_accuracy.py cpu
+    python benchmarks/memory_accuracy.py xmem FILE.csv [--family transformer]
+
+``cpu`` runs the same steps on fake and on real tensors and compares live bytes at every boundary
+of a step and at the peak; exit status 1 if a row differs that has no reason why. ``xmem`` rebuilds
+the runs of a table of measured peaks and prints estimate, measurement and error for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from _accuracy.cpu import CASES, compare
+from _accuracy.xmem import Row, estimate_row, read_row
+
+MIB = 1 << 20
+console = Console(width=110)
+
+
+def run_cpu() -> int:
+    """Compare fake and real runs of every case."""
+    table = Table(title="fake trace and real CPU run, bytes")
+    for header in ("model", "peak, fake", "peak, real", "boundaries", "events", "seconds", "equal"):
+        table.add_column(header, justify="left" if header == "model" else "right")
+    results = [
+        compare(name, case)
+        for name, case in track(CASES.items(), "cases", console=Console(stderr=True))
+    ]
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{result.fake_peak:,}",
+            f"{result.real_peak:,}",
+            f"{result.equal_boundaries}/{result.boundaries}",
+            f"{result.events:,}",
+            f"{result.fake_seconds:.1f}",
+            "yes" if result.equal else "no",
+        )
+    console.print(table)
+    for result in results:
+        if not result.equal:
+            console.print(f"{result.name}: {result.reason or 'NO REASON KNOWN'}", markup=False)
+    unexplained = [result for result in results if not result.equal and not result.reason]
+    console.print(f"{sum(r.equal for r in results)} of {len(results)} equal to the byte")
+    return 1 if unexplained else 0
+
+
+def run_xmem(path: Path, family: str | None) -> int:
+    """Estimate every row, and print errors by family."""
+    with path.open(newline="") as file:
+        rows = [read_row(record) for record in csv.DictReader(file)]
+    rows = [row for row in rows if family in (None, row.family)]
+    table = Table(title=f"peak reserved, MiB ({len(rows)} runs)")
+    for header in ("run", "measured", "estimate", "error", "xMem", "DNNMem", "seconds"):
+        table.add_column(header, justify="left" if header == "run" else "right")
+    errors: list[tuple[Row, float]] = []
+    seconds: list[float] = []
+    for row in track(rows, "runs", console=Console(stderr=True)):
+        start = time.perf_counter()
+        estimate = estimate_row(row)
+        seconds.append(time.perf_counter() - start)
+        errors.append((row, estimate / row.measured - 1))
+        table.add_row(
+            row.run[:48],
+            f"{row.measured / MIB:,.0f}",
+            f"{estimate / MIB:,.0f}",
+            f"{100 * errors[-1][1]:+.2f} %",
+            _error_of(row, row.xmem),
+            _error_of(row, row.dnnmem),
+            f"{seconds[-1]:.1f}",
+        )
+    console.print(table)
+    _summarize(errors)
+    console.print(f"seconds an estimate: median {statistics.median(seconds):.1f}")
+    return 0
+
+
+def _error_of(row: Row, estimate: int | None) -> str:
+    return "" if estimate is None else f"{100 * (estimate / row.measured - 1):+.2f} %"
+
+
+def _summarize(errors: list[tuple[Row, float]]) -> None:
+    table = Table(title="median relative error")
+    for header in ("family", "runs", "freezekit", "xMem", "DNNMem"):
+        table.add_column(header, justify="left" if header == "family" else "right")
+    for family in ("all", *dict.fromkeys(row.family for row, _ in errors)):
+        chosen = [(row, error) for row, error in errors if family in ("all", row.family)]
+        columns = [
+            [abs(error) for _, error in chosen],
+            [abs(row.xmem / row.measured - 1) for row, _ in chosen if row.xmem is not None],
+            [abs(row.dnnmem / row.measured - 1) for row, _ in chosen if row.dnnmem is not None],
+        ]
+        table.add_row(
+            family,
+            str(len(chosen)),
+            *(f"{100 * statistics.median(values):.2f} %" if values else "" for values in columns),
+        )
+    console.print(table)
+
+
+def main() -> int:
+    """Run one of the comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("cpu", help="the fake trace against real runs on the CPU")
+    xmem = commands.add_parser("xmem", help="a table of peaks measured on GPUs")
+    xmem.add_argument("file", type=Path)
+    xmem.add_argument("--family", choices=["cnn", "transformer"])
+    arguments = parser.parse_args()
+    # The models' own remarks about token ids and checkpoints say nothing about memory.
+    warnings.simplefilter("ignore")
+    if arguments.command == "cpu":
+        return run_cpu()
+    return run_xmem(arguments.file, arguments.family)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

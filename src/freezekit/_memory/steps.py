@@ -1,0 +1,162 @@
+"""Whole training steps, as a user's loop makes them, under a recorder.
+
+The same function drives fake and real tensors, so that a fake trace and a real run can be compared
+event by event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from freezekit._memory.events import EventStream
+from freezekit._memory.recorder import Recorder, tensors_in
+
+__all__ = ["Steps", "run_steps"]
+
+ZeroGrad = Literal["start", "before_backward", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How the loop goes.
+
+    Attributes:
+        count: steps to run; from the second on, optimizer state is there.
+        optimizer: makes the optimizer from the parameters; ``None``: no optimizer step.
+        loss: makes the loss from the model's output; ``None``: its ``.loss``, else a sum.
+        zero_grad: where in the step gradients are cleared.
+        accumulate: backward passes for one optimizer step.
+        clip: the norm to which gradients are clipped.
+        autocast: the dtype of ``torch.autocast``.
+        train: whether there is a backward pass at all.
+    """
+
+    count: int = 2
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
+    zero_grad: ZeroGrad = "start"
+    accumulate: int = 1
+    clip: float | None = None
+    autocast: torch.dtype | None = None
+    train: bool = True
+
+
+def run_steps(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> EventStream:
+    """Run ``steps`` over ``model``, and return what ``recorder`` saw.
+
+    ``inputs`` is one tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+    The model is trained: hand in a copy.
+    """
+    for parameter in model.parameters():
+        recorder.note(parameter, "parameters")
+    for buffer in model.buffers():
+        recorder.note(buffer, "buffers")
+    for tensor in tensors_in(inputs):
+        recorder.note(tensor, "inputs")
+    with recorder, _followed(recorder, model):
+        _loop(recorder, model, inputs, steps)
+    return recorder.close()
+
+
+def _loop(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> None:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = steps.optimizer(trainable) if steps.optimizer and trainable else None
+    for step in range(steps.count):
+        for part in range(steps.accumulate):
+            if part == 0 and steps.zero_grad == "start":
+                _zero_grad(recorder, trainable, step)
+            # As in a user's loop the names stay bound: the last step's output and loss are alive
+            # until the new ones take their place.
+            with recorder.during("forward", step):
+                outputs = _forward(model, inputs, steps)
+                loss = _loss(outputs, steps) if steps.train else None
+            recorder.categorize_live_activations(step)
+            if part == 0 and steps.zero_grad == "before_backward":
+                _zero_grad(recorder, trainable, step)
+            if loss is not None and loss.requires_grad:
+                with recorder.during("backward", step):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                _categorize_gradients(recorder, trainable)
+        _optimize(recorder, trainable, optimizer, steps, step)
+        if steps.zero_grad == "end":
+            _zero_grad(recorder, trainable, step)
+    del outputs, loss
+
+
+def _forward(model: nn.Module, inputs: Any, steps: Steps) -> Any:
+    cast = nullcontext() if steps.autocast is None else torch.autocast("cpu", steps.autocast)
+    with cast, torch.set_grad_enabled(steps.train):
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, tuple | list):
+            return model(*inputs)
+        return model(inputs)
+
+
+def _loss(outputs: Any, steps: Steps) -> torch.Tensor:
+    if steps.loss is not None:
+        return steps.loss(outputs)
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = next(
+        (t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad), None
+    )
+    if first is None:
+        first = next(t for t in tensors_in(outputs) if t.is_floating_point())
+    return first.sum()
+
+
+def _zero_grad(recorder: Recorder, trainable: list[nn.Parameter], step: int) -> None:
+    with recorder.during("zero_grad", step):
+        for parameter in trainable:
+            parameter.grad = None
+
+
+def _categorize_gradients(recorder: Recorder, trainable: list[nn.Parameter]) -> None:
+    for parameter in trainable:
+        if parameter.grad is not None:
+            recorder.categorize(parameter.grad, "gradients")
+
+
+def _optimize(
+    recorder: Recorder,
+    trainable: list[nn.Parameter],
+    optimizer: Optimizer | None,
+    steps: Steps,
+    step: int,
+) -> None:
+    if steps.clip is not None:
+        with recorder.during("clip", step):
+            nn.utils.clip_grad_norm_(trainable, steps.clip)
+    if optimizer is not None:
+        with recorder.during("optimizer", step):
+            optimizer.step()
+        for state in optimizer.state.values():
+            for tensor in tensors_in(state):
+                recorder.categorize(tensor, "optimizer_state")
+
+
+@contextmanager
+def _followed(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Tell the recorder which module is running."""
+    handles = []
+    for fqn, module in model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.enter_module(fqn))
+        )
+        handles.append(
+            module.register_forward_hook(lambda *_: recorder.leave_module(), always_call=True)
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

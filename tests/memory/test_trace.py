@@ -1,0 +1,219 @@
+"""The fake trace: the same bytes as a real run, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from freezekit import freeze
+from freezekit._memory.events import EventStream
+from freezekit._memory.recorder import Recorder
+from freezekit._memory.shadow import Shadow
+from freezekit._memory.steps import Steps, run_steps
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """As CUDA has it by default: foreach."""
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    """With momentum, which its first step makes."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    """Three blocks."""
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*blocks), torch.randn(8, 16)
+
+
+def frozen_mlp(*names: str) -> Callable[[], tuple[nn.Module, Any]]:
+    """Three blocks, some of them frozen."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model, inputs = mlp()
+        freeze(model, list(names))
+        return model, inputs
+
+    return make
+
+
+def cnn() -> tuple[nn.Module, Any]:
+    """Convolution, statistics, pooling."""
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(36, 2)), torch.randn(4, 3, 8, 8)
+
+
+def gru() -> tuple[nn.Module, Any]:
+    """Two recurrent layers with dropout between them."""
+    return nn.GRU(4, 8, num_layers=2, batch_first=True, dropout=0.5), torch.randn(2, 5, 4)
+
+
+def bert(attention: str) -> Callable[[], tuple[nn.Module, Any]]:
+    """Two tiny layers, with a loss of their own."""
+
+    def make() -> tuple[nn.Module, Any]:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            vocab_size=50,
+            attn_implementation=attention,
+        )
+        ids = torch.randint(0, 50, (3, 10))
+        inputs = {"input_ids": ids, "labels": torch.tensor([0, 1, 0])}
+        return BertForSequenceClassification(config), inputs
+
+    return make
+
+
+def fake_run(model: nn.Module, inputs: Any, steps: Steps) -> EventStream:
+    """What a fake trace records, without any device's rules."""
+    shadow = Shadow()
+    twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
+    with shadow.mode:
+        return run_steps(Recorder(), twin, twin_inputs, steps)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(Steps(count=2, optimizer=adamw), id="adamw"),
+        pytest.param(Steps(count=3, optimizer=sgd, zero_grad="before_backward"), id="sgd"),
+        pytest.param(Steps(count=2, optimizer=adamw, accumulate=2, zero_grad="end"), id="twice"),
+        pytest.param(Steps(count=2, train=False), id="inference"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(mlp, id="mlp"),
+        pytest.param(frozen_mlp("0"), id="front-frozen"),
+        pytest.param(frozen_mlp("2"), id="back-frozen"),
+        pytest.param(cnn, id="cnn"),
+        pytest.param(gru, id="gru"),
+        pytest.param(bert("eager"), id="bert-eager"),
+        pytest.param(bert("sdpa"), id="bert-sdpa"),
+    ],
+)
+def test_a_fake_trace_is_a_real_run(
+    make: Callable[[], tuple[nn.Module, Any]], steps: Steps
+) -> None:
+    """Live bytes at every boundary of a step and at the peak are the same, to the byte."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    fake = fake_run(model, inputs, steps)
+    real = run_steps(Recorder(), copy.deepcopy(model), copy.deepcopy(inputs), steps)
+    assert fake.boundaries() == real.boundaries()
+    assert fake.peak_bytes() == real.peak_bytes() > 0
+    assert [a[:2] for a in fake.allocations] == [a[:2] for a in real.allocations]
+    assert {a.module for a in fake.allocations} == {a.module for a in real.allocations}
+
+
+def test_categories_are_what_tensors_are_for() -> None:
+    """Parameters, gradients and optimizer state have the sizes that they must have."""
+    model, inputs = mlp()
+    stream = fake_run(model, inputs, Steps(count=1, optimizer=adamw))
+    sums: dict[str, int] = {}
+    for allocation in stream.allocations:
+        sums[allocation.category] = sums.get(allocation.category, 0) + allocation.nbytes
+    weights = sum(p.nbytes for p in model.parameters())
+    assert sums["parameters"] == weights
+    assert sums["gradients"] == weights
+    assert sums["optimizer_state"] == 2 * weights + 4 * 6  # and a step count for each tensor
+    assert sums["inputs"] == inputs.nbytes
+
+
+@pytest.mark.parametrize(
+    ("frozen", "units"),
+    [((), 3), (("0", "1"), 2), (("1", "2"), 3), (("0", "1", "2"), 0)],
+    ids=["nothing", "front", "back", "everything"],
+)
+def test_frozen_in_front_is_free_and_frozen_behind_is_not(
+    frozen: tuple[str, ...], units: int
+) -> None:
+    """What is kept for backward: each ReLU's output, from the first block that learns upwards.
+
+    In front of it only that block's own input is kept, for the gradient of its weight.
+    """
+    model, inputs = mlp()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(requires_grad=False)
+    stream = fake_run(model, inputs, Steps(count=1, loss=torch.sum))
+    live = {e.allocation for e in stream.events if e.is_alloc and e.phase == "forward"}
+    live -= {e.allocation for e in stream.events if not e.is_alloc and e.phase == "forward"}
+    kept = [stream.allocations[i].nbytes for i in live]
+    # The output is alive in any case, and so is the loss.
+    assert sorted(kept) == [4, *[inputs.nbytes] * max(units, 1)]
+
+
+def test_backward_belongs_to_its_module() -> None:
+    """What the backward pass allocates is told of the module whose operation it goes back over."""
+    model, inputs = mlp()
+    stream = fake_run(model, inputs, Steps(count=1))
+    found = {a.module for a in stream.allocations if a.category == "gradients"}
+    assert found == {"0.0", "1.0", "2.0"}
+
+
+def test_memory_shared_by_tensors_is_counted_once() -> None:
+    """Tied parameters, and a view of a larger memory, have twins over one memory."""
+    flat = torch.zeros(10, 4)
+    model = nn.Module()
+    model.first = nn.Parameter(flat[:3])
+    model.second = nn.Parameter(flat[3:])
+    model.tied = model.first
+    twin: Any = Shadow().copy(model)
+    storages = {twin.first.untyped_storage()._cdata, twin.second.untyped_storage()._cdata}
+    assert len(storages) == 1
+    assert twin.tied is twin.first
+    assert twin.first.untyped_storage().nbytes() == flat.nbytes
+
+
+def test_a_model_without_data_is_traced() -> None:
+    """A model on the meta device gives the bytes that it would have."""
+    model, inputs = mlp()
+    steps = Steps(count=2, optimizer=adamw)
+    on_meta = copy.deepcopy(model).to("meta")
+    expected = fake_run(model, inputs, steps)
+    assert fake_run(on_meta, inputs.to("meta"), steps) == expected
+
+
+def test_values_that_code_asks_for_have_stand_ins() -> None:
+    """``.item()`` and ``if tensor:`` do not end a trace; how many is known."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (x > 0).all():
+                raise AssertionError("the question is answered with False")
+            result: torch.Tensor = self.linear(x) * x.max().item()
+            return result
+
+    shadow, recorder = Shadow(), Recorder()
+    twin, inputs = shadow.copy(Asks()), shadow.inputs(torch.zeros(3, 2))
+    with shadow.mode:
+        run_steps(recorder, twin, inputs, Steps(count=2))
+    assert recorder.stand_ins == 4
+
+
+def test_inputs_keep_their_structure() -> None:
+    """Mappings, tuples and what is no tensor come back as they are."""
+    inputs = {"a": torch.zeros(2), "b": (torch.ones(1), "text"), "c": [3, torch.zeros(1)]}
+    twins = Shadow().inputs(inputs)
+    assert list(twins) == ["a", "b", "c"]
+    assert twins["b"][1] == "text"
+    assert twins["c"][0] == 3
+    assert type(twins["a"]).__name__ == type(twins["b"][0]).__name__ == "FakeTensor"
