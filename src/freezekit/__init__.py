@@ -8,9 +8,9 @@ plan             `estimate_memory`: what a training step takes on a GPU that nee
 ===============  ==========================================================================
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from freezekit._audit import AuditReport, Finding, audit
 from freezekit._context import frozen
 from freezekit._freeze import freeze, train_only, unfreeze
 from freezekit._freeze_report import FreezeReport
@@ -19,6 +19,7 @@ from freezekit._state import FreezeState, freeze_state, load_freeze_state
 from freezekit._version import __version__
 
 if TYPE_CHECKING:
+    from freezekit._audit import AuditReport, Finding, audit
     from freezekit._memory.estimate import MemoryEstimate, estimate_memory
 
 __all__ = [
@@ -41,15 +42,20 @@ __all__ = [
 ]
 
 
-# Fake tensors bring in half of the compiler: only who asks for an estimate pays for the import.
-_ON_DEMAND = ("MemoryEstimate", "estimate_memory")
+# A training script that only freezes does not pay for the rest: fake tensors bring in half of the
+# compiler, and the audit is for debugging.
+_ON_DEMAND = {
+    "AuditReport": "freezekit._audit",
+    "Finding": "freezekit._audit",
+    "MemoryEstimate": "freezekit._memory.estimate",
+    "audit": "freezekit._audit",
+    "estimate_memory": "freezekit._memory.estimate",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
-        from freezekit._memory import estimate
-
-        return getattr(estimate, name)
+        return getattr(import_module(_ON_DEMAND[name]), name)
     raise AttributeError(f"module 'freezekit' has no attribute {name!r}")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from freezekit._collector import collector_paused
 from freezekit._freeze_report import FreezeReport
 from freezekit._patterns import Patterns
 from freezekit._plan import NormStats, Plan
@@ -66,10 +67,11 @@ def freeze(
         CompiledModelWarning: the model was compiled, and has run, with other flags.
         NumberPrefixWarning: a glob such as ``layer.1*`` also took ``layer.10``.
     """
-    plan = Plan.start(model, patterns, exclude, norm_stats, optimizer)
-    plan.freeze = list(plan.selected.parameters)
-    plan.plan_holds()
-    return plan.carry_out("freeze")
+    with collector_paused():
+        plan = Plan.start(model, patterns, exclude, norm_stats, optimizer)
+        plan.freeze = list(plan.selected.parameters)
+        plan.plan_holds()
+        return plan.carry_out("freeze")
 
 
 def unfreeze(
@@ -113,10 +115,11 @@ def unfreeze(
             option, or has several groups and no options were given.
         TypeError: group options without an optimizer.
     """
-    plan = Plan.start(model, patterns, exclude, "hold", optimizer, group_options)
-    plan.thaw = plan.trainable_part(plan.selected.parameters)
-    plan.plan_releases()
-    return plan.carry_out("unfreeze")
+    with collector_paused():
+        plan = Plan.start(model, patterns, exclude, "hold", optimizer, group_options)
+        plan.thaw = plan.trainable_part(plan.selected.parameters)
+        plan.plan_releases()
+        return plan.carry_out("unfreeze")
 
 
 def train_only(
@@ -149,10 +152,11 @@ def train_only(
         PatternError, UnmatchedPatternError, UnsupportedModelError, OptimizerError: as
             :func:`freeze`.
     """
-    plan = Plan.start(model, patterns, exclude, norm_stats, optimizer)
-    plan.thaw = plan.trainable_part(plan.selected.parameters)
-    chosen = set(plan.selected.parameters)
-    plan.freeze = [i for i in range(len(plan.inventory.parameters)) if i not in chosen]
-    plan.plan_releases(everywhere=True)
-    plan.plan_holds(everywhere=True)
-    return plan.carry_out("train_only")
+    with collector_paused():
+        plan = Plan.start(model, patterns, exclude, norm_stats, optimizer)
+        plan.thaw = plan.trainable_part(plan.selected.parameters)
+        chosen = set(plan.selected.parameters)
+        plan.freeze = [i for i in range(len(plan.inventory.parameters)) if i not in chosen]
+        plan.plan_releases(everywhere=True)
+        plan.plan_holds(everywhere=True)
+        return plan.carry_out("train_only")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +30,7 @@ _LISTS = frozenset({"params", "param_names"})
 _FIXED_PARAMETERS = frozenset({"LBFGS", "ZeroRedundancyOptimizer"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerChange:
+class OptimizerChange(NamedTuple):
     """What happened to an optimizer's groups.
 
     Attributes:

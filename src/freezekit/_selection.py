@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from freezekit._collector import collector_paused
 from freezekit._format import format_bytes, format_count, plural
 from freezekit._inventory import Inventory, take_inventory
 from freezekit._matching import Match, Matcher
@@ -44,8 +45,7 @@ class PatternMatch:
     numel: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCount:
+class BlockCount(NamedTuple):
     """How many blocks of a numbered container are selected, wholly or in part."""
 
     container: str
@@ -54,8 +54,7 @@ class BlockCount:
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialTie:
+class PartialTie(NamedTuple):
     """One tensor of which some names were written, and others not.
 
     Attributes:
@@ -159,8 +158,9 @@ def select(model: nn.Module, patterns: Patterns = "*", *, exclude: Patterns = ()
             nearest names that exist; or ``exclude`` leaves nothing.
         UnsupportedModelError: ``model`` is not a module that freezekit can work on.
     """
-    inventory = take_inventory(model)
-    return resolve(inventory, patterns, exclude).describe(inventory)
+    with collector_paused():
+        inventory = take_inventory(model)
+        return resolve(inventory, patterns, exclude).describe(inventory)
 
 
 # -- resolving ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, cast
 
 from torch import nn
 
+from freezekit._collector import collector_paused
 from freezekit._freeze_report import FreezeReport
 from freezekit._inventory import Inventory, take_inventory
 from freezekit._modes import held_by
@@ -50,7 +51,8 @@ def freeze_state(model: nn.Module) -> FreezeState:
     Raises:
         UnsupportedModelError: not a module that freezekit can work on.
     """
-    inventory = take_inventory(model)
+    with collector_paused():
+        inventory = take_inventory(model)
     names: dict[bool, list[str]] = {True: [], False: []}
     for entry in inventory.entries:
         names[inventory.parameters[entry.parameter].requires_grad].append(entry.fqn)
@@ -82,7 +84,8 @@ def load_freeze_state(model: nn.Module, state: FreezeState | Mapping[str, Any]) 
             names of one tensor disagree. Nothing is changed then.
     """
     checked = _check_state(state)
-    inventory = inventory_to_change(model)
+    with collector_paused():
+        inventory = inventory_to_change(model)
     flags = _match_flags(inventory, checked)
     modules = _match_modules(inventory, checked["held"])
     plan = Plan.of_flags(inventory, flags)

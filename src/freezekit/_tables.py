@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -25,8 +24,7 @@ _FEWEST = 5
 _BREAKS = re.compile(r"[\t\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column's header and alignment.
 
     ``shrink`` tells in which order columns give way when a table is too wide: 1 before 2;
@@ -38,8 +36,7 @@ class Column:
     shrink: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows of cells; ``total``, if any, is set apart at the foot."""
 
     columns: tuple[Column, ...]
@@ -47,8 +44,7 @@ class Table:
     total: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     """Lines of text, then a table. A line's own indentation is kept where it wraps."""
 
     lines: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import SEVERITIES
 from freezekit._audit.report import AuditReport
 from freezekit._audit.tree import module_rows
+from freezekit._collector import collector_paused
 
 __all__ = ["audit"]
 
@@ -44,7 +45,11 @@ def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
     known = {code for check in DEFAULT_CHECKS if (code := code_of(check))}
     for code in ignored - known:
         raise ValueError(f"ignore: expected codes such as 'FK203', got {code!r}")
-    context = AuditContext(model)
+    with collector_paused():
+        return _report(AuditContext(model), ignored)
+
+
+def _report(context: AuditContext, ignored: frozenset[str]) -> AuditReport:
     findings = [finding for check in DEFAULT_CHECKS for finding in check(context)]
     findings = [finding for finding in findings if finding.code not in ignored]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
