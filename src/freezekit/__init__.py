@@ -11,16 +11,16 @@ plan             `estimate_memory`: what a training step takes on a GPU that nee
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from freezekit._context import frozen
-from freezekit._freeze import freeze, train_only, unfreeze
-from freezekit._freeze_report import FreezeReport
-from freezekit._selection import Selection, select
-from freezekit._state import FreezeState, freeze_state, load_freeze_state
 from freezekit._version import __version__
 
 if TYPE_CHECKING:
     from freezekit._audit import AuditReport, Finding, audit
+    from freezekit._context import frozen
+    from freezekit._freeze import freeze, train_only, unfreeze
+    from freezekit._freeze_report import FreezeReport
     from freezekit._memory.estimate import MemoryEstimate, estimate_memory
+    from freezekit._selection import Selection, select
+    from freezekit._state import FreezeState, freeze_state, load_freeze_state
 
 __all__ = [
     "AuditReport",
@@ -41,22 +41,35 @@ __all__ = [
     "unfreeze",
 ]
 
-
-# A training script that only freezes does not pay for the rest: fake tensors bring in half of the
-# compiler, and the audit is for debugging.
-_ON_DEMAND = {
-    "AuditReport": "freezekit._audit",
-    "Finding": "freezekit._audit",
-    "MemoryEstimate": "freezekit._memory.estimate",
-    "audit": "freezekit._audit",
-    "estimate_memory": "freezekit._memory.estimate",
+# Where each name is found when it is first asked for: a script pays for what it uses. (Fake
+# tensors, which an estimate needs, bring in half of the compiler.)
+_FOUND_IN = {
+    "AuditReport": "_audit",
+    "Finding": "_audit",
+    "FreezeReport": "_freeze_report",
+    "FreezeState": "_state",
+    "MemoryEstimate": "_memory.estimate",
+    "Selection": "_selection",
+    "audit": "_audit",
+    "estimate_memory": "_memory.estimate",
+    "freeze": "_freeze",
+    "freeze_state": "_state",
+    "frozen": "_context",
+    "load_freeze_state": "_state",
+    "select": "_selection",
+    "train_only": "_freeze",
+    "unfreeze": "_freeze",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        return getattr(import_module(_ON_DEMAND[name]), name)
-    raise AttributeError(f"module 'freezekit' has no attribute {name!r}")
+    if name == "errors":
+        return import_module("freezekit.errors")
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module 'freezekit' has no attribute {name!r}")
+    found = getattr(import_module(f"freezekit.{_FOUND_IN[name]}"), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
