@@ -20,16 +20,6 @@ from freezekit.errors import OptimizerError, UnmatchedPatternError
 Values: TypeAlias = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def same_numbers() -> Iterator[None]:
-    """One seed, and one thread: tensors this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 def values_of(module: nn.Module) -> Values:
     """All parameters and saved buffers, as they are now."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -26,16 +25,6 @@ from freezekit.errors import (
     PatternError,
     UnmatchedPatternError,
 )
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> Iterator[None]:
-    """One seed, and one thread: tensors this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def frozen_names(model: nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,16 +24,6 @@ from freezekit import (
     unfreeze,
 )
 from freezekit.errors import FreezeStateError
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> Iterator[None]:
-    """One seed, and one thread: tensors this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Net(nn.Module):

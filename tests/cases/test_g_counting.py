@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,16 +19,6 @@ from freezekit import (
     unfreeze,
 )
 from freezekit.errors import UninitializedParameterWarning, UntrainableParameterError
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> Iterator[None]:
-    """One seed, and one thread: tensors this small only wait for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def flags(model: nn.Module) -> dict[str, bool]:
