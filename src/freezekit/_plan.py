@@ -299,15 +299,7 @@ class Plan:
         removed, state_bytes = drop_from_groups(
             self.optimizer, (t for i in self.freeze for t in self.inventory.tensors(i))
         )
-        return OptimizerChange(
-            optimizer=added.optimizer,
-            removed=removed,
-            state_bytes=state_bytes,
-            added=added.added,
-            group=added.group,
-            lr=added.lr,
-            present=added.present,
-        )
+        return added._replace(removed=removed, state_bytes=state_bytes)
 
     def _report(
         self, action: Action, cleared: list[int], change: OptimizerChange | None

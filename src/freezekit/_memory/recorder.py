@@ -110,10 +110,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index is not None:
             self._allocations[index] = self._allocations[index]._replace(category=category)
 
-    def live_indices(self) -> list[int]:
-        """Indices of the allocations that are in use now."""
-        return list(self._live.values())
-
     def categorize_live_activations(self, step: int) -> None:
         """What the forward pass left behind, and nothing else claims, is kept for backward."""
         for index in self._live.values():
