@@ -4,7 +4,8 @@
 freeze           `freeze`, `unfreeze`, `train_only`, `frozen`; `select` is the dry run
 keep             `freeze_state`, `load_freeze_state`: the freeze as JSON, for checkpoints
 look             `audit`: what learns, what does not, and what is wrong
-plan             `estimate_memory`: what a training step takes on a GPU that need not be here
+plan             `estimate_memory`: what a training step takes on a GPU that need not be here;
+                 `max_batch_size`: the largest batch that fits; `measure_memory`: a real run
 ===============  ==========================================================================
 """
 
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
     from freezekit._context import frozen
     from freezekit._freeze import freeze, train_only, unfreeze
     from freezekit._freeze_report import FreezeReport
-    from freezekit._memory.estimate import MemoryEstimate, estimate_memory
+    from freezekit._memory.batch_size import BatchSizeEstimate, max_batch_size
+    from freezekit._memory.estimate import estimate_memory
+    from freezekit._memory.measure import measure_memory
+    from freezekit._memory.memory_report import MemoryComparison, MemoryEstimate
     from freezekit._selection import Selection, select
     from freezekit._state import FreezeState, freeze_state, load_freeze_state
 
 __all__ = [
     "AuditReport",
+    "BatchSizeEstimate",
     "Finding",
     "FreezeReport",
     "FreezeState",
+    "MemoryComparison",
     "MemoryEstimate",
     "Selection",
     "__version__",
@@ -36,6 +42,8 @@ __all__ = [
     "freeze_state",
     "frozen",
     "load_freeze_state",
+    "max_batch_size",
+    "measure_memory",
     "select",
     "train_only",
     "unfreeze",
@@ -45,10 +53,12 @@ __all__ = [
 # tensors, which an estimate needs, bring in half of the compiler.)
 _FOUND_IN = {
     "AuditReport": "_audit",
+    "BatchSizeEstimate": "_memory.batch_size",
     "Finding": "_audit",
     "FreezeReport": "_freeze_report",
     "FreezeState": "_state",
-    "MemoryEstimate": "_memory.estimate",
+    "MemoryComparison": "_memory.memory_report",
+    "MemoryEstimate": "_memory.memory_report",
     "Selection": "_selection",
     "audit": "_audit",
     "estimate_memory": "_memory.estimate",
@@ -56,6 +66,8 @@ _FOUND_IN = {
     "freeze_state": "_state",
     "frozen": "_context",
     "load_freeze_state": "_state",
+    "max_batch_size": "_memory.batch_size",
+    "measure_memory": "_memory.measure",
     "select": "_selection",
     "train_only": "_freeze",
     "unfreeze": "_freeze",

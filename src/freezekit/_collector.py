@@ -1,4 +1,4 @@
-"""Pausing the garbage collector while very many records are made."""
+"""Keeping the garbage collector cheap while very many objects are made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collector_paused"]
+__all__ = ["collector_of_new_objects", "collector_paused"]
 
 
 @contextmanager
@@ -24,3 +24,21 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def collector_of_new_objects() -> Iterator[None]:
+    """Cyclic garbage collection that does not walk what was there before the block.
+
+    For code that makes cycles which hold memory, and must have them collected, beside a large
+    model and large libraries.
+    """
+    if gc.get_freeze_count():
+        # Somebody else froze objects: to thaw ours would thaw theirs.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -40,14 +40,19 @@ class Report(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Everything in the report as JSON-able values; sizes in bytes.
 
-        The key ``"schema"`` names the layout, such as ``"freezekit.FreezeReport/1"``.
+        The key ``"schema"`` names the layout, such as ``"freezekit.FreezeReport/1"``. Fields whose
+        metadata says ``internal`` are left out.
         """
         return {"schema": f"freezekit.{type(self).__name__}/1", **_plain(self)}
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            f.name: _plain(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if not f.metadata.get("internal")
+        }
     if hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, tuple):

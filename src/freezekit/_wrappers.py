@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["has_compiled_code", "is_transparent", "reshard"]
+__all__ = ["eager", "has_compiled_code", "is_transparent", "reshard"]
 
 # Child names that only ever come from a wrapper (torch.compile, FSDP1, activation checkpointing).
 _WRAPPER_CHILDREN = frozenset(
@@ -60,6 +60,23 @@ def reshard(model: nn.Module) -> bool:
     for module in sharded:
         module.reshard()  # type: ignore[operator]
     return bool(sharded)
+
+
+def eager(model: nn.Module) -> tuple[bool, nn.Module]:
+    """Whether anything in ``model`` is compiled, and the model without its compiled wrapper."""
+    compiled = any(
+        _is_compiled_wrapper(module) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+    while _is_compiled_wrapper(model):
+        inner = model._orig_mod
+        assert isinstance(inner, nn.Module)
+        model = inner
+    return compiled, model
+
+
+def _is_compiled_wrapper(module: nn.Module) -> bool:
+    return any(cls.__name__ == "OptimizedModule" for cls in type(module).__mro__)
 
 
 def has_compiled_code(model: nn.Module) -> bool:

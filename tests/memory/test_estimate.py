@@ -13,7 +13,7 @@ from torch import nn
 
 import freezekit
 from freezekit import estimate_memory
-from freezekit._memory.cuda_rules import attention_backend
+from freezekit._memory.cuda_functions import attention_backend
 from freezekit._memory.sizes import parse_size
 from freezekit.errors import TraceError, UnsupportedModelError
 

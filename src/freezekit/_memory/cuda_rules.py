@@ -1,150 +1,164 @@
-"""What CUDA does differently from the CPU: each rule a small unit with its reason and source.
+"""Memory that CUDA's libraries take from the allocator beside an operator's results.
 
-Functions that CUDA computes by other operators are replaced while a trace runs
-(:class:`CudaFunctions`); memory that CUDA's libraries take from the allocator beside an operator's
-results is added by :class:`CudaRules`.
+Each rule is a small unit with its reason and source. :class:`CudaRules` is asked before and after
+every operator of a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from freezekit._memory.recorder import Recorder
+from freezekit._memory.recorder import Recorder, tensors_in
 
-__all__ = ["CudaFunctions", "CudaRules", "attention_backend"]
+__all__ = ["CudaRules", "cublas_workspace"]
 
 MIB = 1 << 20
 Capability = tuple[int, int]
-
-
-# -- functions ---------------------------------------------------------------------------------
-
-
-class CudaFunctions(TorchFunctionMode):
-    """While it is entered, functions that CUDA computes by other operators call those."""
-
-    def __init__(self, capability: Capability = (8, 0)) -> None:
-        super().__init__()
-        self._capability = capability
-        self._rules: dict[Any, Callable[..., Any]] = {
-            functional.dropout: fused_dropout,
-            functional.scaled_dot_product_attention: self.attention,
-        }
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call what CUDA calls."""
-        return self._rules.get(func, func)(*args, **(kwargs or {}))
-
-    def attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``scaled_dot_product_attention`` for this GPU."""
-        return fused_attention(self._capability, *args, **kwargs)
-
-
-def fused_dropout(
-    input: torch.Tensor,  # noqa: A002  (torch's own name)
-    p: float = 0.5,
-    training: bool = True,  # noqa: FBT001, FBT002
-    inplace: bool = False,  # noqa: FBT001, FBT002
-) -> torch.Tensor:
-    """CUDA's fused dropout keeps a mask of one byte an element; the CPU a float mask.
-
-    Source: ``is_fused_kernel_acceptable`` in ATen/native/Dropout.cpp. In place it is not fused.
-    """
-    if not training or not 0 < p < 1 or inplace or input.numel() == 0:
-        with torch._C.DisableTorchFunction():
-            return functional.dropout(input, p, training, inplace)
-    return torch.native_dropout(input, p, train=True)[0]
-
-
-def attention_backend(
-    query: torch.Tensor, attn_mask: torch.Tensor | None, capability: Capability
-) -> str:
-    """``"flash"`` or ``"efficient"``: which fused attention CUDA takes.
-
-    Flash needs half precision, no mask, heads of at most 256, and compute capability 8.0;
-    memory-efficient attention takes the rest. (On 9.0 and 10.0 cuDNN may come before flash: it
-    keeps what flash keeps.) Source: ATen/native/transformers/cuda/sdp_utils.cpp.
-    """
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] <= 256 and capability >= (8, 0):
-        return "flash"
-    return "efficient"
-
-
-def fused_attention(  # noqa: PLR0913, PLR0917  (torch's own signature)
-    capability: Capability,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
-) -> torch.Tensor:
-    """Fused attention keeps q, k, v, the output and a log-sum-exp, and no matrix of weights."""
-    if attention_backend(query, attn_mask, capability) == "flash":
-        flash: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
-        )[0]
-        return flash
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        # The efficient kernel has no grouped heads: they are repeated.
-        repeat = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(repeat, -3) for t in (key, value))
-    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    efficient: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, _bias(attn_mask, query, key), grads, dropout_p, is_causal, scale=scale
-    )[0]
-    return efficient
-
-
-def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The kernel's bias: a boolean mask becomes floats, rows are padded to 16 elements."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        floats = torch.zeros_like(mask, dtype=query.dtype)
-        mask = floats.masked_fill_(mask.logical_not(), float("-inf"))
-    length = mask.shape[-1]
-    if length % 16:
-        mask = functional.pad(mask, (0, 16 - length % 16))[..., :length]
-    return mask.expand(*query.shape[:-1], key.shape[-2])
-
-
-# -- workspaces --------------------------------------------------------------------------------
+Arguments = Sequence[Any]
 
 _PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def cublas_workspace(capability: Capability, torch_version: tuple[int, int]) -> tuple[int, bool]:
+    """Bytes of a cuBLAS workspace, and whether it is kept.
+
+    8.125 MiB (2 x 4096 KiB + 8 x 16 KiB); 32 MiB on Hopper, from torch 2.12 on Blackwell too. Up to
+    2.13 it is taken at a thread's first product and kept for good, then for each product alone.
+    Source: ATen/cuda/CublasHandlePool.cpp (of 1.13, 2.0, 2.13, and #175344, #194311).
+    """
+    if torch_version < (2, 0):
+        return 0, True
+    large = capability[0] == 9 or (capability[0] >= 10 and torch_version >= (2, 12))
+    return (32 * MIB if large else 8_519_680), torch_version <= (2, 13)
 
 
 class CudaRules:
-    """Workspaces that CUDA's libraries take from the allocator."""
+    """Workspaces, temporaries and statistics of CUDA's kernels.
 
-    def __init__(self, capability: Capability = (8, 0)) -> None:
-        # 2 x 4096 KiB + 8 x 16 KiB; 32 MiB on Hopper and later (torch 2.0 to 2.13).
-        # Source: ATen/cuda/CublasHandlePool.cpp.
-        self._cublas = 32 * MIB if capability >= (9, 0) else 8_519_680
+    Args:
+        capability: the GPU's compute capability.
+        torch_version: major and minor version of the torch that will run.
+    """
+
+    def __init__(
+        self, capability: Capability = (8, 0), torch_version: tuple[int, int] = (2, 13)
+    ) -> None:
+        self._cublas, self._cublas_kept = cublas_workspace(capability, torch_version)
         self._handles: set[bool] = set()
 
     def before(self, recorder: Recorder, operation: str) -> None:
-        """cuBLAS: one workspace at a thread's first product, kept for good.
+        """cuBLAS: a workspace at a thread's first product.
 
         The autograd engine runs the backward pass in a thread of its own, with its own handle.
         """
-        if operation not in _PRODUCTS:
+        if operation not in _PRODUCTS or not self._cublas or not self._cublas_kept:
             return
         thread = recorder.phase == "backward"
         if thread not in self._handles:
             self._handles.add(thread)
             recorder.permanent(self._cublas, "cublas workspace")
+
+    def after(self, recorder: Recorder, operation: str, args: Arguments, result: Any) -> None:
+        """What an operator had beside its results while it ran."""
+        if operation in _PRODUCTS and self._cublas and not self._cublas_kept:
+            recorder.transient(self._cublas, "cublas workspace")
+        elif operation in CONVOLUTIONS:
+            possible = convolution_workspace(operation, args, result)
+            recorder.transient(0, "cudnn workspace", possible=possible)
+        elif operation in NORMS:
+            _float_statistics(recorder, args, result)
+        elif operation in TEMPORARIES:
+            for nbytes in TEMPORARIES[operation](args):
+                recorder.transient(nbytes, operation, "temporaries")
+
+
+NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm"})
+
+
+def _float_statistics(recorder: Recorder, args: Arguments, result: Any) -> None:
+    """CUDA keeps mean and rstd of half-precision rows in fp32; a CPU may keep them as they are.
+
+    Source: ``layer_norm_cuda`` in ATen/native/cuda/layer_norm_kernel.cu (its ``acc_type``).
+    """
+    if args[0].dtype in _HALF:
+        for statistic in list(tensors_in(result))[1:]:
+            recorder.resize(statistic, statistic.numel() * 4)
+
+
+CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
+
+
+def convolution_workspace(operation: str, args: Arguments, result: Any) -> int:
+    """What cuDNN may take for a convolution: copies of what it reads and writes in another layout.
+
+    Its kernels for tensor cores want channels last, and take copies for contiguous tensors; which
+    kernel it chooses is not known without it. Depthwise convolutions in fp32 are torch's own
+    kernels, without a workspace (``use_cudnn_depthwise`` in ATen/native/Convolution.cpp).
+    """
+    forward = operation == "aten.convolution"
+    source, weight = (args[0], args[1]) if forward else (args[1], args[2])
+    groups = args[8] if forward else args[9]
+    if groups == source.shape[1] and source.dtype == torch.float32:
+        return 0
+    other = result if forward else args[0]
+    return sum(t.numel() * t.element_size() for t in (source, weight, other))
+
+
+def flash_backward(args: Arguments) -> list[int]:
+    """fp32 accumulator of dq and the softmax's row sums; with grouped heads dk and dv expanded.
+
+    Lengths are rounded up to 128, heads to 32. Source: ``mha_bwd`` in flash_attn/flash_api.cpp.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, head = query.shape
+    rounded = -(-length // 128) * 128
+    temporaries = [
+        batch * heads * rounded * 4,
+        batch * rounded * heads * (-(-head // 32) * 32) * 4,
+    ]
+    if key.shape[1] != heads:
+        expanded = batch * key.shape[2] * heads * head * key.element_size()
+        temporaries += [expanded, expanded]
+    return _together(temporaries)
+
+
+def efficient_backward(args: Arguments) -> list[int]:
+    """Row sums (delta), and fp32 accumulators of the gradients in half precision.
+
+    Source: ``_efficient_attention_backward`` in ATen/native/transformers/cuda.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length = query.shape[:3]
+    temporaries = [batch * heads * (-(-length // 32) * 32) * 4]
+    if query.dtype in _HALF:
+        temporaries.append(4 * (query.numel() + 2 * key.numel()))
+    return _together(temporaries)
+
+
+def embedding_backward(args: Arguments) -> list[int]:
+    """More than 3,072 indices are sorted: their order, counts, and fp32 sums of the segments.
+
+    A segment has at most 10 rows; here each index is taken for a segment of its own.
+    Source: ``embedding_dense_backward_cuda`` in ATen/native/cuda/Embedding.cu.
+    """
+    gradient, indices = args[0], args[1]
+    count = indices.numel()
+    if count <= 3072:
+        return []
+    return _together([*[count * 8] * 4, count * gradient.shape[-1] * 4])
+
+
+def _together(sizes: list[int]) -> list[int]:
+    # They are alive at the same time: as one block they are, up to rounding.
+    return [sum(sizes)]
+
+
+TEMPORARIES: Mapping[str, Callable[[Arguments], list[int]]] = {
+    "aten._scaled_dot_product_flash_attention_backward": flash_backward,
+    "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "aten.embedding_dense_backward": embedding_backward,
+}

@@ -6,6 +6,7 @@ A fake trace, a real run on the CPU and a CUDA memory snapshot all become an
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,6 +46,7 @@ class Allocation(NamedTuple):
         operation: the operator that made it, such as ``aten.addmm``.
         phase: the part of the step in which it was made.
         step: the number of the step, from 0; -1 before the first.
+        possible: bytes that a library may take here beside ``nbytes``, by a choice of its own.
     """
 
     nbytes: int
@@ -53,6 +55,7 @@ class Allocation(NamedTuple):
     operation: str
     phase: Phase
     step: int
+    possible: int = 0
 
 
 class Event(NamedTuple):
@@ -89,9 +92,66 @@ class EventStream:
         """The most requested bytes that were in use at once."""
         return max(self.live_bytes(), default=0)
 
+    def repeated(self, times: int) -> EventStream | None:
+        """The stream with its last step ``times`` more often, or ``None`` if that would be wrong.
+
+        A step may be repeated if it leaves as much behind as it found and took away: what it frees
+        of the step before must have its like in what it leaves to the next. (The first step of a
+        training does not: it makes optimizer state.)
+        """
+        return _repeat(self, times)
+
     def boundaries(self) -> dict[tuple[int, Phase], int]:
         """Requested bytes in use at the end of each phase of each step."""
         ends: dict[tuple[int, Phase], int] = {}
         for event, live in zip(self.events, self.live_bytes(), strict=True):
             ends[event.step, event.phase] = live
         return ends
+
+
+def _repeat(stream: EventStream, times: int) -> EventStream | None:
+    last = max((event.step for event in stream.events), default=-1)
+    inside = [number for number, event in enumerate(stream.events) if event.step == last]
+    if last < 1 or not inside:
+        return None
+    begin, end = inside[0], inside[-1] + 1
+    step, tail = stream.events[begin:end], stream.events[end:]
+    heirs = _heirs(stream, step)
+    if heirs is None:
+        return None
+    allocations, events = list(stream.allocations), list(stream.events[:end])
+    # Who plays, in the newest repetition, the part of each allocation of the traced step.
+    part = {index: index for index in range(len(allocations))}
+    for number in range(last + 1, last + 1 + times):
+        before = part
+        part = dict(before)
+        for event in step:
+            if event.is_alloc:
+                part[event.allocation] = len(allocations)
+                allocations.append(stream.allocations[event.allocation]._replace(step=number))
+                index = part[event.allocation]
+            elif event.allocation in heirs:
+                index = before[heirs[event.allocation]]
+            else:
+                index = part[event.allocation]
+            events.append(event._replace(allocation=index, step=number))
+    events += [event._replace(allocation=part[event.allocation]) for event in tail]
+    return EventStream(tuple(allocations), tuple(events))
+
+
+def _heirs(stream: EventStream, step: tuple[Event, ...]) -> dict[int, int] | None:
+    """For each allocation of an earlier step that ``step`` frees, its like in ``step``."""
+    made = {event.allocation for event in step if event.is_alloc}
+    freed = [event.allocation for event in step if not event.is_alloc]
+    left = sorted(made - set(freed))
+    inherited = sorted(index for index in freed if index not in made)
+    likes = defaultdict[Allocation, list[int]](list)
+    for index in left:
+        likes[stream.allocations[index]._replace(step=0)].append(index)
+    heirs: dict[int, int] = {}
+    for index in inherited:
+        candidates = likes[stream.allocations[index]._replace(step=0)]
+        if not candidates:
+            return None
+        heirs[index] = candidates.pop(0)
+    return heirs if len(heirs) == len(left) else None

@@ -8,18 +8,28 @@ an operator takes and returns inside one call is not seen here.
 from __future__ import annotations
 
 import bisect
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from freezekit._memory import stand_ins
 from freezekit._memory.events import Allocation, Category, Event, EventStream, Phase
 
 __all__ = ["Recorder", "tensors_in"]
+
+_DEVICE_OF = torch.ops.prim.device.default
+_VALUE_OF = torch.ops.aten._local_scalar_dense.default
+
+
+@functools.cache
+def _name_of(operator: Any) -> str:
+    return str(operator.overloadpacket)
 
 
 class DeviceRules(Protocol):
@@ -27,6 +37,9 @@ class DeviceRules(Protocol):
 
     def before(self, recorder: Recorder, operation: str) -> None:
         """Called before an operator runs."""
+
+    def after(self, recorder: Recorder, operation: str, args: Sequence[Any], result: Any) -> None:
+        """Called when its results are noted."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -45,11 +58,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Event] = []
         self._live: dict[int, int] = {}
         self._closed = False
-        self.stand_ins = 0
+        self.values_assumed = 0
+        self.sizes_assumed = 0
         self._modules: list[str] = []
         self.last_module = ""
         self.last_phase: Phase = "setup"
         self._ranges: list[tuple[int, str]] = [(0, "")]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a mode is entered; the guard costs a tenth of a trace.
+        return False
 
     # -- seeing
 
@@ -61,40 +80,68 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, and note the storages that it made."""
-        operation = str(func.overloadpacket)
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            # Asked more often than anything else: the answer without a second dispatch.
+            return args[0].fake_device
+        if func is _VALUE_OF and isinstance(args[0], FakeTensor):
+            return self._value_of(args[0])
+        operation = _name_of(func)
         if self.device_rules is not None:
             self.device_rules.before(self, operation)
         try:
             result = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            # Code that asks a tensor for its value: False for a question (a mask is not all
-            # padding, nothing is to be skipped), else 1.
-            if operation != "aten._local_scalar_dense":
-                raise
-            self.stand_ins += 1
-            return _stand_in(args[0].dtype)
+        except DynamicOutputShapeException as error:
+            try:
+                result = stand_ins.sized(func, args, kwargs or {})
+            except KeyError:
+                raise error from None
+            self.sizes_assumed += 1
         for tensor in tensors_in(result):
             self.note(tensor, "temporaries", operation)
+        if self.device_rules is not None:
+            self.device_rules.after(self, operation, args, result)
         return result
 
-    def note(self, tensor: torch.Tensor, category: Category, operation: str = "") -> None:
+    def _value_of(self, tensor: FakeTensor) -> bool | int | float:
+        """The value of a constant; for others a stand-in."""
+        if tensor.constant is not None:
+            with torch._C._DisableTorchDispatch():
+                value: bool | int | float = tensor.constant.item()
+                return value
+        self.values_assumed += 1
+        return stand_ins.value(tensor.dtype)
+
+    def note(
+        self,
+        tensor: torch.Tensor,
+        category: Category,
+        operation: str = "",
+        module: str | None = None,
+    ) -> None:
         """Note a tensor's storage, unless it is known."""
-        if tensor.device.type == "meta":
+        if not isinstance(tensor, FakeTensor) and tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        self._live[key] = self._add(storage.nbytes(), category, operation)
+        self._live[key] = self._add(storage.nbytes(), category, operation, module)
         # The storage object lives as long as its memory; the hook does not keep it alive.
         finalizer = weakref.finalize(storage, self._note_free, key)
         finalizer.atexit = False
 
-    def _add(self, nbytes: int, category: Category, operation: str) -> int:
+    def _add(
+        self,
+        nbytes: int,
+        category: Category,
+        operation: str,
+        module: str | None = None,
+        possible: int = 0,
+    ) -> int:
         index = len(self._allocations)
-        module = self.current_module()
+        module = self.current_module() if module is None else module
         self._allocations.append(
-            Allocation(nbytes, category, module, operation, self.phase, self.step)
+            Allocation(nbytes, category, module, operation, self.phase, self.step, possible)
         )
         self._events.append(Event(index, is_alloc=True, phase=self.phase, step=self.step))
         return index
@@ -104,11 +151,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index is not None and not self._closed:
             self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
 
-    def categorize(self, tensor: torch.Tensor, category: Category) -> None:
-        """Say what a known tensor's memory is for."""
-        index = self._live.get(tensor.untyped_storage()._cdata)
-        if index is not None:
-            self._allocations[index] = self._allocations[index]._replace(category=category)
+    def categorize(
+        self, tensor: torch.Tensor, category: Category, *, like: torch.Tensor | None = None
+    ) -> None:
+        """Say what a known tensor's memory is for; it belongs to the module of ``like``."""
+        index = self._find(tensor)
+        if index is None:
+            return
+        owner = None if like is None else self._find(like)
+        found = self._allocations[index]
+        module = found.module if owner is None else self._allocations[owner].module
+        self._allocations[index] = found._replace(category=category, module=module)
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def categorize_live_activations(self, step: int) -> None:
         """What the forward pass left behind, and nothing else claims, is kept for backward."""
@@ -163,16 +219,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note memory that is taken and never returned."""
         self._add(nbytes, category, operation)
 
+    def transient(
+        self,
+        nbytes: int,
+        operation: str,
+        category: Category = "workspaces",
+        *,
+        possible: int = 0,
+    ) -> None:
+        """Note memory that is taken and returned at once, or may be."""
+        index = self._add(nbytes, category, operation, possible=possible)
+        self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
+
+    def resize(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """Say how large a known tensor's memory is on the device."""
+        index = self._find(tensor)
+        if index is not None:
+            self._allocations[index] = self._allocations[index]._replace(nbytes=nbytes)
+
     def close(self) -> EventStream:
         """What was seen; what is freed from now on (the model itself) is not part of it."""
         self._closed = True
         return EventStream(tuple(self._allocations), tuple(self._events))
-
-
-def _stand_in(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return False
-    return 1.0 if dtype.is_floating_point else 1
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

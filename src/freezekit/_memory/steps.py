@@ -7,7 +7,7 @@ event by event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from freezekit._memory.events import EventStream
 from freezekit._memory.recorder import Recorder, tensors_in
 
-__all__ = ["Steps", "run_steps"]
+__all__ = ["Steps", "ZeroGrad", "followed", "note_model", "run_steps"]
 
 ZeroGrad = Literal["start", "before_backward", "end"]
 
@@ -34,7 +34,8 @@ class Steps:
         zero_grad: where in the step gradients are cleared.
         accumulate: backward passes for one optimizer step.
         clip: the norm to which gradients are clipped.
-        autocast: the dtype of ``torch.autocast``.
+        autocast: the dtype of ``torch.autocast``, around forward and loss.
+        scaler: whether the loss is scaled, as by ``torch.amp.GradScaler``.
         train: whether there is a backward pass at all.
     """
 
@@ -45,29 +46,58 @@ class Steps:
     accumulate: int = 1
     clip: float | None = None
     autocast: torch.dtype | None = None
+    scaler: bool = False
     train: bool = True
 
 
-def run_steps(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> EventStream:
+def run_steps(
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    steps: Steps,
+    *,
+    after_forward: Callable[[], None] = lambda: None,
+) -> EventStream:
     """Run ``steps`` over ``model``, and return what ``recorder`` saw.
 
     ``inputs`` is one tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-    The model is trained: hand in a copy.
+    The model is trained: hand in a copy. ``after_forward`` is called where an autocast around a
+    forward pass would end.
     """
-    for parameter in model.parameters():
-        recorder.note(parameter, "parameters")
-    for buffer in model.buffers():
-        recorder.note(buffer, "buffers")
+    note_model(recorder, model)
     for tensor in tensors_in(inputs):
         recorder.note(tensor, "inputs")
-    with recorder, _followed(recorder, model):
-        _loop(recorder, model, inputs, steps)
+    with recorder, followed(recorder, model):
+        _loop(recorder, model, inputs, steps, after_forward)
     return recorder.close()
 
 
-def _loop(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> None:
+def note_model(recorder: Recorder, model: nn.Module, fqn: str = "") -> None:
+    """Note parameters and buffers with the modules that own them.
+
+    In the order in which ``Module.to`` moves them: children first. Where blocks land decides what
+    fits between them later.
+    """
+    for name, child in model.named_children():
+        note_model(recorder, child, f"{fqn}.{name}" if fqn else name)
+    for parameter in model.parameters(recurse=False):
+        recorder.note(parameter, "parameters", module=fqn)
+    for buffer in model.buffers(recurse=False):
+        recorder.note(buffer, "buffers", module=fqn)
+
+
+def _loop(
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    steps: Steps,
+    after_forward: Callable[[], None],
+) -> None:
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = steps.optimizer(trainable) if steps.optimizer and trainable else None
+    if optimizer is not None:
+        _categorize_state(recorder, optimizer)
+    scale = torch.full((), 65536.0) if steps.scaler else None
     for step in range(steps.count):
         for part in range(steps.accumulate):
             if part == 0 and steps.zero_grad == "start":
@@ -75,14 +105,18 @@ def _loop(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> No
             # As in a user's loop the names stay bound: the last step's output and loss are alive
             # until the new ones take their place.
             with recorder.during("forward", step):
-                outputs = _forward(model, inputs, steps)
-                loss = _loss(outputs, steps) if steps.train else None
+                with _autocast(steps):
+                    outputs = _forward(model, inputs, train=steps.train)
+                    loss = _loss(outputs, steps) if steps.train else None
+                after_forward()
             recorder.categorize_live_activations(step)
             if part == 0 and steps.zero_grad == "before_backward":
                 _zero_grad(recorder, trainable, step)
             if loss is not None and loss.requires_grad:
                 with recorder.during("backward", step):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    scaled = loss if scale is None else loss * scale
+                    scaled.backward()  # type: ignore[no-untyped-call]
+                    del scaled
                 _categorize_gradients(recorder, trainable)
         _optimize(recorder, trainable, optimizer, steps, step)
         if steps.zero_grad == "end":
@@ -90,9 +124,12 @@ def _loop(recorder: Recorder, model: nn.Module, inputs: Any, steps: Steps) -> No
     del outputs, loss
 
 
-def _forward(model: nn.Module, inputs: Any, steps: Steps) -> Any:
-    cast = nullcontext() if steps.autocast is None else torch.autocast("cpu", steps.autocast)
-    with cast, torch.set_grad_enabled(steps.train):
+def _autocast(steps: Steps) -> AbstractContextManager[Any]:
+    return nullcontext() if steps.autocast is None else torch.autocast("cpu", steps.autocast)
+
+
+def _forward(model: nn.Module, inputs: Any, *, train: bool) -> Any:
+    with torch.set_grad_enabled(train):
         if isinstance(inputs, Mapping):
             return model(**inputs)
         if isinstance(inputs, tuple | list):
@@ -123,7 +160,7 @@ def _zero_grad(recorder: Recorder, trainable: list[nn.Parameter], step: int) -> 
 def _categorize_gradients(recorder: Recorder, trainable: list[nn.Parameter]) -> None:
     for parameter in trainable:
         if parameter.grad is not None:
-            recorder.categorize(parameter.grad, "gradients")
+            recorder.categorize(parameter.grad, "gradients", like=parameter)
 
 
 def _optimize(
@@ -135,17 +172,24 @@ def _optimize(
 ) -> None:
     if steps.clip is not None:
         with recorder.during("clip", step):
-            nn.utils.clip_grad_norm_(trainable, steps.clip)
+            # Where there are device rules the device is CUDA, whose default is foreach.
+            foreach = None if recorder.device_rules is None else True
+            nn.utils.clip_grad_norm_(trainable, steps.clip, foreach=foreach)
     if optimizer is not None:
         with recorder.during("optimizer", step):
             optimizer.step()
-        for state in optimizer.state.values():
-            for tensor in tensors_in(state):
-                recorder.categorize(tensor, "optimizer_state")
+        _categorize_state(recorder, optimizer)
+
+
+def _categorize_state(recorder: Recorder, optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for tensor in tensors_in(state):
+            recorder.note(tensor, "optimizer_state", "optimizer")
+            recorder.categorize(tensor, "optimizer_state", like=parameter)
 
 
 @contextmanager
-def _followed(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+def followed(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """Tell the recorder which module is running."""
     handles = []
     for fqn, module in model.named_modules():

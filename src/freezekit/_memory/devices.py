@@ -1,0 +1,125 @@
+"""Common GPUs: how much memory a process sees on them, and what they can do.
+
+The memory is what ``torch.cuda.get_device_properties(...).total_memory`` reports, which is less
+than the card's nominal size; in GiB to two decimals, as PyTorch's out-of-memory message prints it
+("GPU 0 has a total capacity of 10.75 GiB"). It varies by some 100 MiB with driver and error
+correction: where messages differ, the lower one is here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from freezekit._memory.sizes import parse_size
+
+__all__ = ["CONTEXT", "GPUS", "Gpu", "budget_bytes", "find_gpu"]
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Bytes of a CUDA context with the kernels that a training loads, least and most: 248 MiB were
+# measured on an RTX 4060 before the first kernel, 300 to 600 MiB are reported for processes at work
+# (lazy module loading, CUDA 11.7 and later).
+CONTEXT = (250 * MIB, 600 * MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's name, usable memory in bytes, and compute capability."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
+def _gpu(name: str, gib: float, major: int, minor: int) -> Gpu:
+    return Gpu(name, int(gib * GIB), (major, minor))
+
+
+GPUS: tuple[Gpu, ...] = (
+    _gpu("NVIDIA GeForce GTX 1060 6GB", 5.93, 6, 1),
+    _gpu("NVIDIA GeForce GTX 1070", 7.92, 6, 1),
+    _gpu("NVIDIA GeForce GTX 1080", 7.92, 6, 1),
+    _gpu("NVIDIA GeForce GTX 1080 Ti", 10.91, 6, 1),
+    _gpu("NVIDIA GeForce GTX 1660 Ti", 5.80, 7, 5),
+    _gpu("NVIDIA TITAN Xp", 11.91, 6, 1),
+    _gpu("NVIDIA TITAN V", 11.77, 7, 0),
+    _gpu("NVIDIA TITAN RTX", 23.65, 7, 5),
+    _gpu("NVIDIA GeForce RTX 2060", 5.80, 7, 5),
+    _gpu("NVIDIA GeForce RTX 2070", 7.79, 7, 5),
+    _gpu("NVIDIA GeForce RTX 2080", 7.79, 7, 5),
+    _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, 7, 5),
+    _gpu("NVIDIA GeForce RTX 3060", 11.75, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3060 Ti", 7.78, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3070", 7.78, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3080", 9.77, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3080 Ti", 11.76, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3090", 23.68, 8, 6),
+    _gpu("NVIDIA GeForce RTX 3090 Ti", 23.68, 8, 6),
+    _gpu("NVIDIA GeForce RTX 4060", 7.74, 8, 9),
+    _gpu("NVIDIA GeForce RTX 4060 Ti 16GB", 15.59, 8, 9),
+    _gpu("NVIDIA GeForce RTX 4070", 11.72, 8, 9),
+    _gpu("NVIDIA GeForce RTX 4070 Ti", 11.72, 8, 9),
+    _gpu("NVIDIA GeForce RTX 4080", 15.70, 8, 9),
+    _gpu("NVIDIA GeForce RTX 4090", 23.64, 8, 9),
+    _gpu("NVIDIA GeForce RTX 5080", 15.47, 12, 0),
+    _gpu("NVIDIA GeForce RTX 5090", 31.36, 12, 0),
+    _gpu("NVIDIA RTX A4000", 15.72, 8, 6),
+    _gpu("NVIDIA RTX A5000", 23.68, 8, 6),
+    _gpu("NVIDIA RTX A6000", 47.54, 8, 6),
+    _gpu("NVIDIA RTX 6000 Ada Generation", 47.50, 8, 9),
+    _gpu("Tesla P100-PCIE-16GB", 15.89, 6, 0),
+    _gpu("Tesla T4", 14.56, 7, 5),
+    _gpu("Tesla V100-SXM2-16GB", 15.77, 7, 0),
+    _gpu("Tesla V100-SXM2-32GB", 31.73, 7, 0),
+    _gpu("NVIDIA A10", 21.99, 8, 6),
+    _gpu("NVIDIA A10G", 21.99, 8, 6),
+    _gpu("NVIDIA A30", 23.50, 8, 0),
+    _gpu("NVIDIA A40", 44.34, 8, 6),
+    _gpu("NVIDIA A100-SXM4-40GB", 39.38, 8, 0),
+    _gpu("NVIDIA A100-SXM4-80GB", 79.15, 8, 0),
+    _gpu("NVIDIA L4", 21.95, 8, 9),
+    _gpu("NVIDIA L40", 44.31, 8, 9),
+    _gpu("NVIDIA L40S", 44.31, 8, 9),
+    _gpu("NVIDIA H100 PCIe", 79.10, 9, 0),
+    _gpu("NVIDIA H100 80GB HBM3", 79.10, 9, 0),
+    _gpu("NVIDIA H200", 139.71, 9, 0),
+    _gpu("NVIDIA B200", 178.35, 10, 0),
+)
+
+
+def _plain(name: str) -> str:
+    words = name.lower().replace("-", " ").replace("_", " ").split()
+    return " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+
+
+def find_gpu(name: str) -> Gpu:
+    """``find_gpu("RTX 2080 Ti")``: by the full name, or without the maker's words.
+
+    Raises:
+        ValueError: no such GPU, or several; the nearest names are given.
+    """
+    wanted = _plain(name)
+    by_name = {_plain(gpu.name): gpu for gpu in GPUS}
+    if wanted in by_name:
+        return by_name[wanted]
+    starting = [gpu for plain, gpu in by_name.items() if plain.startswith(f"{wanted} ")]
+    if len(starting) == 1:
+        return starting[0]
+    near = [gpu.name for gpu in starting] or [
+        by_name[plain].name for plain in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)
+    ]
+    hint = f"; near names: {', '.join(near)}" if near else ""
+    raise ValueError(f"unknown GPU {name!r}{hint} (or give its memory, such as '11GiB')")
+
+
+def budget_bytes(budget: str | int) -> int:
+    """The memory of a budget: a GPU's name, or a size such as ``"11GiB"``.
+
+    Raises:
+        ValueError: neither a size nor a known GPU.
+    """
+    if isinstance(budget, str) and any(c.isalpha() for c in budget.strip()[:1]):
+        return find_gpu(budget).memory
+    return parse_size(budget)

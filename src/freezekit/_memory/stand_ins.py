@@ -1,0 +1,90 @@
+"""Answers for code that asks a fake tensor what only data could tell.
+
+Values: the usual questions are whether a mask is all padding, or whether there is something to
+skip. Sizes: a result is taken as large as it can be, which is what memory has to be planned for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["sized", "value"]
+
+
+def value(dtype: torch.dtype) -> bool | int | float:
+    """``False`` for a question, else 1: ``True`` would keep loops going that wait for a value."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest result that an operator with a data-dependent size can have.
+
+    Raises:
+        KeyError: an operator that is not known here.
+    """
+    return _SIZED[str(operator.overloadpacket)](operator, args, kwargs)
+
+
+def _nonzero(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+    source: torch.Tensor = args[0]
+    return source.new_empty((source.numel(), source.dim()), dtype=torch.long)
+
+
+def _masked_select(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+    source, mask = args[:2]
+    shape = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = source.new_empty(shape.numel())
+    return result
+
+
+def _index(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A boolean mask selects everything: one index tensor for each of its dimensions."""
+    source, indices, *rest = args
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            places += [index.new_empty(index.numel(), dtype=torch.long) for _ in index.shape]
+        else:
+            places.append(index)
+    return operator(source, places, *rest, **kwargs)
+
+
+def _unique(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    source: torch.Tensor = args[0]
+    count = source.numel()
+    inverse = source.new_empty(source.shape, dtype=torch.long)
+    return source.new_empty(count), inverse, source.new_empty(count, dtype=torch.long)
+
+
+def _unique_pair(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _unique(operator, args, kwargs)[:2]
+
+
+def _unique_dim(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    source, dim = args[:2]
+    count = source.shape[dim]
+    places = source.new_empty(count, dtype=torch.long)
+    return torch.empty_like(source), places, torch.empty_like(places)
+
+
+def _repeat_interleave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    repeats: torch.Tensor = args[0]
+    size = kwargs.get("output_size")
+    return repeats.new_empty(repeats.numel() if size is None else size, dtype=torch.long)
+
+
+_SIZED: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    "aten.nonzero": _nonzero,
+    "aten.masked_select": _masked_select,
+    "aten.index": _index,
+    "aten._unique": _unique_pair,
+    "aten._unique2": _unique,
+    "aten.unique_consecutive": _unique,
+    "aten.unique_dim": _unique_dim,
+    "aten.repeat_interleave": _repeat_interleave,
+}

@@ -1,0 +1,226 @@
+"""From a model and its inputs to the event stream of its training steps on a CUDA GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from freezekit._collector import collector_of_new_objects
+from freezekit._memory.cuda_functions import CudaFunctions
+from freezekit._memory.cuda_rules import Capability, CudaRules
+from freezekit._memory.events import EventStream
+from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.shadow import Shadow
+from freezekit._memory.steps import Steps, run_steps
+from freezekit._wrappers import eager
+from freezekit.errors import TraceError, UnsupportedModelError
+
+__all__ = ["Traced", "trace"]
+
+# The first step makes optimizer state; the second is like all that follow.
+TRACED_STEPS = 2
+
+# What a fake run cannot do, and a real one can.
+_NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A stream, and what had to be assumed for it, in words."""
+
+    stream: EventStream
+    assumptions: tuple[str, ...]
+
+
+def trace(
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    *,
+    optimizer: Optimizer | None = None,
+    capability: Capability = (8, 0),
+    torch_version: tuple[int, int] = (2, 13),
+    frozen: frozenset[str] = frozenset(),
+) -> Traced:
+    """Run the plan's steps on fake twins of the model and its inputs.
+
+    Args:
+        model: any module; it is not touched.
+        inputs: what its forward gets.
+        plan: the loop.
+        optimizer: a live optimizer over the model's parameters, whose twin takes the steps.
+        capability: the GPU's.
+        torch_version: of the torch that will run.
+        frozen: FQNs of parameters that are taken for frozen, whatever they are.
+
+    Raises:
+        TraceError: forward, loss or backward fails on these inputs.
+        UnsupportedModelError: a tensor whose memory cannot be told.
+    """
+    compiled, model = eager(model)
+    _check_tensors(model)
+    short = replace(plan, count=min(plan.count, TRACED_STEPS))
+    settings = (capability, torch_version)
+    # (The compiler is not imported for models that do not use it.)
+    stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with collector_of_new_objects(), stance:
+        traced = _attempt(model, inputs, short, optimizer, settings, frozen)
+        if short.count < plan.count:
+            stream = traced.stream.repeated(plan.count - short.count)
+            if stream is None:
+                traced = _attempt(model, inputs, plan, optimizer, settings, frozen)
+            else:
+                traced = replace(traced, stream=stream)
+    if compiled:
+        note = "compiled code is estimated as the eager module inside it"
+        traced = replace(traced, assumptions=(note, *traced.assumptions))
+    return traced
+
+
+def _attempt(
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    optimizer: Optimizer | None,
+    settings: tuple[Capability, tuple[int, int]],
+    frozen: frozenset[str],
+) -> Traced:
+    try:
+        return _trace_fake(model, inputs, plan, optimizer, settings, frozen)
+    except TraceError as error:
+        tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+        if not isinstance(error.__cause__, _NEEDS_DATA) or any(t.is_meta for t in tensors):
+            raise
+        reason = str(error.__cause__).split("\n")[0] or type(error.__cause__).__name__
+    traced = _trace_real(model, inputs, plan, settings, frozen)
+    note = f"run for real on the CPU: a trace without data fails ({reason})"
+    return replace(traced, assumptions=(*traced.assumptions, note))
+
+
+def _trace_fake(
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    optimizer: Optimizer | None,
+    settings: tuple[Capability, tuple[int, int]],
+    frozen: frozenset[str],
+) -> Traced:
+    shadow = Shadow()
+    twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
+    _freeze(twin, frozen)
+    if optimizer is not None:
+        twin_optimizer = shadow.copy(optimizer)
+        plan = replace(plan, optimizer=lambda _: twin_optimizer)
+    functions = CudaFunctions(settings[0])
+    recorder = Recorder(CudaRules(*settings))
+    # The random state is saved outside the mode, or it would be a fake one.
+    with _failures(recorder), torch.random.fork_rng(devices=()), shadow.mode, functions:
+        stream = run_steps(
+            recorder, twin, twin_inputs, plan, after_forward=functions.autocast.clear
+        )
+    return Traced(stream=stream, assumptions=_assumed(recorder, functions))
+
+
+def _trace_real(
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    settings: tuple[Capability, tuple[int, int]],
+    frozen: frozenset[str],
+) -> Traced:
+    twin, twin_inputs = copy.deepcopy((model, inputs))
+    twin = twin.to("cpu")
+    _freeze(twin, frozen)
+    functions = CudaFunctions(settings[0], real=True)
+    recorder = Recorder(CudaRules(*settings))
+    with _failures(recorder), torch.random.fork_rng(devices=()), functions:
+        stream = run_steps(
+            recorder, twin, _to_cpu(twin_inputs), plan, after_forward=functions.autocast.clear
+        )
+    return Traced(stream=stream, assumptions=_assumed(recorder, functions))
+
+
+@contextmanager
+def _failures(recorder: Recorder) -> Iterator[None]:
+    """What fails inside is a TraceError with the module and the phase."""
+    default_dtype = torch.get_default_dtype()
+    try:
+        yield
+    except Exception as error:
+        fqn = recorder.last_module
+        raise TraceError(
+            f"the step failed in {fqn or 'the model'} ({recorder.last_phase}): "
+            f"{type(error).__name__}: {error}",
+            fqn,
+        ) from error
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
+    found = sorted(functions.notes)
+    if recorder.values_assumed:
+        found.append(
+            f"{recorder.values_assumed} value(s) that the code reads from tensors: False, or 1"
+        )
+    if recorder.sizes_assumed:
+        found.append(
+            f"{recorder.sizes_assumed} result(s) whose size depends on data: as large as can be"
+        )
+    return tuple(found)
+
+
+def _freeze(model: nn.Module, frozen: frozenset[str]) -> None:
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if fqn in frozen:
+            parameter.requires_grad = False
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_to_cpu(item) for item in value)
+    return value
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse what has no storage of its own; memory of it could only be guessed."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for fqn, tensor in named:
+            what = _unsupported(tensor)
+            if what:
+                raise UnsupportedModelError(
+                    f"the {kind} {fqn!r} is {what}: what it takes on a GPU cannot be told; "
+                    "estimate the model with plain tensors (before it is sharded or converted)"
+                )
+
+
+def _unsupported(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout})"
+    if nn.parameter.is_lazy(tensor):
+        return "not initialized yet (run the model once, or give its layers their sizes)"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}, which has no storage of its own"
+    return ""
