@@ -6,7 +6,7 @@
 >>> estimate = estimate_memory(torch.nn.Linear(64, 64), torch.zeros(8, 64))
 >>> axes = plot_timeline(estimate)
 >>> axes.get_ylabel()
-'allocated, KiB'
+'allocated, MiB'
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from freezekit._tables import Column, Section, Table
 __all__ = ["BatchPoint", "BatchSizeEstimate", "max_batch_size"]
 
 # No step of the search may shrink what is left to search by less than this, in the long run.
-_PATIENCE = 3
+_PATIENCE = 2
+# How far the next size is where the last two tell nothing (the peak is in the optimizer's step).
+_LEAP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class _Search:
         if low == self.limit:
             return low
         high: int | None = None
-        candidate = 2 * low
+        candidate = _LEAP * low
         small_steps = 0
         while high is None or high - low > self.multiple:
             candidate = self._clamp(candidate, low, high)
@@ -210,7 +212,7 @@ class _Search:
         first, second = (self.points[size] for size in sizes)
         slope = (second.safe - first.safe) / (second.batch_size - first.batch_size)
         if slope <= 0:
-            return 2 * second.batch_size
+            return _LEAP * second.batch_size
         capacity = self.budget - self.estimates[low].context[1]
         return int(first.batch_size + (capacity - first.safe) / slope)
 

@@ -112,7 +112,7 @@ class MemoryEstimate(Report):
         >>> with frozen(model, "0"):
         ...     half = estimate_memory(model, torch.zeros(8, 512))
         >>> dict(full.compare(half).terms)["gradients"]
-        (1054720, 4608)
+        (1055232, 4608)
         """
         return MemoryComparison(
             before=self.title,
@@ -252,5 +252,6 @@ def _row(name: str, pair: tuple[int, int]) -> tuple[str, ...]:
     before, after = pair
     sign = "-" if after < before else "+"
     change = f"{sign}{format_bytes(abs(after - before))}" if after != before else "0"
-    share = f"{100 * (after / before - 1):+.0f} %" if before else ""
+    # (Of what is next to nothing a share says nothing.)
+    share = f"{100 * (after / before - 1):+.0f} %" if before >= 1 << 20 else ""
     return name, format_bytes(before), format_bytes(after), change, share

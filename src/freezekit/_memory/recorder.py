@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values_assumed = 0
         self.sizes_assumed = 0
         self._modules: list[str] = []
-        self.last_module = ""
+        self.failed_module = ""
+        self._raised_before = sys.exception()
         self.last_phase: Phase = "setup"
         self._ranges: list[tuple[int, str]] = [(0, "")]
 
@@ -185,12 +187,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter_module(self, fqn: str) -> None:
         """A module's forward begins."""
         self._modules.append(fqn)
-        self.last_module = fqn
         self._mark()
 
     def leave_module(self) -> None:
-        """The innermost module's forward ends."""
-        self._modules.pop()
+        """The innermost module's forward ends, maybe by an error: the first is where it was."""
+        fqn = self._modules.pop()
+        if not self.failed_module and sys.exception() is not self._raised_before:
+            self.failed_module = fqn
         self._mark()
 
     def _mark(self) -> None:

@@ -79,7 +79,11 @@ class Shadow:
         return twin
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Subclasses with a dispatch of their own (quantised, sharded) may have no storage.
+        if tensor.is_quantized:
+            # Only its storage counts: there are no fake quantized tensors.
+            whole = torch.int32 if tensor.dtype == torch.qint32 else torch.int8
+            return torch.empty(tensor.shape, dtype=whole, device="cpu")
+        # Inputs may be sparse, or of a subclass with a dispatch of its own.
         plain = type(tensor).__torch_dispatch__ == torch.Tensor.__torch_dispatch__
         if tensor.layout is not torch.strided or not plain:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -21,6 +21,7 @@ from freezekit._collector import collector_of_new_objects
 from freezekit._memory.cuda_functions import CudaFunctions
 from freezekit._memory.cuda_rules import Capability, CudaRules
 from freezekit._memory.events import EventStream
+from freezekit._memory.optimizers import as_on_cuda
 from freezekit._memory.recorder import Recorder, tensors_in
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_steps
@@ -125,7 +126,7 @@ def _trace_fake(
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
     _freeze(twin, frozen)
     if optimizer is not None:
-        twin_optimizer = shadow.copy(optimizer)
+        twin_optimizer = as_on_cuda(shadow.copy(optimizer))
         plan = replace(plan, optimizer=lambda _: twin_optimizer)
     functions = CudaFunctions(settings[0])
     recorder = Recorder(CudaRules(*settings))
@@ -163,7 +164,7 @@ def _failures(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fqn = recorder.last_module
+        fqn = recorder.failed_module
         raise TraceError(
             f"the step failed in {fqn or 'the model'} ({recorder.last_phase}): "
             f"{type(error).__name__}: {error}",

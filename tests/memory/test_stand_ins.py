@@ -1,0 +1,102 @@
+"""Code that asks for data: a trace goes on, and says what it assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from freezekit import estimate_memory
+from freezekit.errors import TraceError
+
+
+class Asking(nn.Module):
+    """A layer, and something that depends on data."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.ask = ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.ask(self.linear(x))
+        return result
+
+
+SIZED = {
+    "nonzero": lambda x: x[x.sum(-1).nonzero().squeeze(-1)],
+    "mask": lambda x: x[x > 0],
+    "mask of rows": lambda x: x[x[:, 0] > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x * x.round().unique().numel(),
+    "unique with inverse": lambda x: x * x.round().unique(return_inverse=True)[1],
+    "unique rows": lambda x: x + x.detach().round().unique(dim=0),
+    "unique_consecutive": lambda x: x * x.unique_consecutive().numel(),
+    "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(x.shape[0], dtype=torch.long), 0),
+    "where": lambda x: x[torch.where(x[:, 0] > 0)[0]],
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_are_as_large_as_can_be(name: str) -> None:
+    """No such operator ends a trace, and the report says how many there were."""
+    estimate = estimate_memory(Asking(SIZED[name]), torch.zeros(6, 4), steps=2)
+    assert any("size depends on data" in text for text in estimate.assumptions)
+    assert estimate.mode == "train"
+
+
+def test_a_mask_selects_everything() -> None:
+    """Planning is for the largest result."""
+    masked = estimate_memory(
+        Asking(lambda x: x[x[:, 0] > 0] * 2), torch.zeros(4096, 4), optimizer=None, steps=1
+    )
+    selected = [f.nbytes for f in masked.stream.allocations if f.operation == "aten.index"]
+    assert selected == [4096 * 4 * 4]
+
+
+VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "item": lambda x: x * x.max().item(),
+    "if": lambda x: x if not (x > 0).all() else x.new_empty(()).expand(0),
+    "int": lambda x: x[: int(x.shape[0] * torch.ones(()).item())],
+    "tolist": lambda x: x * x.flatten()[:1].tolist()[0],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_have_stand_ins(name: str) -> None:
+    """``.item()``, ``if tensor`` and ``tolist`` go on."""
+    estimate = estimate_memory(Asking(VALUES[name]), torch.ones(6, 4))
+    assert estimate.peak_allocated > 0
+
+
+def test_a_constant_keeps_its_value() -> None:
+    """What the code made of plain numbers is no guess."""
+    estimate = estimate_memory(
+        Asking(lambda x: x * torch.tensor(3.0).item()), torch.ones(6, 4), optimizer="sgd"
+    )
+    assert not any("reads from tensors" in text for text in estimate.assumptions)
+
+
+def test_what_cannot_be_traced_runs_for_real() -> None:
+    """An operator without a fake twin: the model runs on the CPU, and the report says so."""
+    with torch.library._scoped_library("freezekit_test", "FRAGMENT") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x * 2, "CPU")
+
+        def mystery(x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.ops.freezekit_test.mystery(x.detach())
+            return x + found
+
+        model = Asking(mystery)
+        weight = model.linear.weight.clone()
+        inputs = torch.ones(6, 4)
+        estimate = estimate_memory(model, inputs)
+        assert any("run for real on the CPU" in text for text in estimate.assumptions)
+        assert dict(estimate.breakdown)["optimizer_state"] > 0
+        assert torch.equal(model.linear.weight, weight)
+        assert model.linear.weight.grad is None
+        # Without data there is nothing to run.
+        with pytest.raises(TraceError, match="the step failed in the model"):
+            estimate_memory(model.to("meta"), inputs.to("meta"))
