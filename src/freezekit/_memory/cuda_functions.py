@@ -124,18 +124,21 @@ def attention_backend(
 
     Flash needs half precision, no mask, heads of at most 256, and compute capability 8.0; on 9.0
     and 10.0 cuDNN comes before it, with or without a mask, for heads of at most 128 (it keeps what
-    flash keeps); memory-efficient attention takes the rest, fp32 too. Tensors of other dtypes
-    or ranks go the composite way. Source: ATen/native/transformers/cuda/sdp_utils.cpp.
+    flash keeps); memory-efficient attention takes the rest, fp32 too. All need batch, heads, length
+    and head size as four dimensions, and the efficient kernel rows of whole 16 bytes; anything else
+    is plain products with the matrix of weights kept.
+    Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or query.dim() != 4:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.dim() != 4 or not (half or query.dtype == torch.float32):
         return "math"
-    half = query.dtype != torch.float32
     head = query.shape[-1]
     if half and capability in ((9, 0), (10, 0)) and head <= 128 and head % 8 == 0:
         return "cudnn"
     if half and attn_mask is None and head <= 256 and capability >= (8, 0):
         return "flash"
-    return "efficient"
+    tensor_cores = half or capability >= (8, 0)
+    return "math" if tensor_cores and head * query.itemsize % 16 else "efficient"
 
 
 def fused_attention(  # noqa: PLR0913, PLR0917  (torch's own signature)
@@ -152,17 +155,17 @@ def fused_attention(  # noqa: PLR0913, PLR0917  (torch's own signature)
     """Fused attention keeps q, k, v, the output and a log-sum-exp, and no matrix of weights."""
     backend = attention_backend(query, attn_mask, capability)
     if backend == "math":
-        with torch._C.DisableTorchFunction():
-            return functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+        math: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]
+        return math
     if backend == "flash" or (backend == "cudnn" and attn_mask is None):
         flash: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from freezekit._memory.convolutions import convolution_workspaces
 from freezekit._memory.recorder import Recorder, tensors_in
 
 __all__ = ["CudaRules", "cublas_workspace"]
@@ -49,6 +50,7 @@ class CudaRules:
     ) -> None:
         self._cublas, self._cublas_kept = cublas_workspace(capability, torch_version)
         self._handles: set[bool] = set()
+        self._capability = capability
 
     def before(self, recorder: Recorder, operation: str) -> None:
         """cuBLAS: a workspace at a thread's first product.
@@ -62,13 +64,14 @@ class CudaRules:
             self._handles.add(thread)
             recorder.permanent(self._cublas, "cublas workspace")
 
+    def workspaces(self, operation: str, args: Arguments) -> Sequence[tuple[int, int]]:
+        """cuDNN: what convolutions take while they run, and may take by another choice."""
+        return convolution_workspaces(operation, args, self._capability)
+
     def after(self, recorder: Recorder, operation: str, args: Arguments, result: Any) -> None:
         """What an operator had beside its results while it ran."""
         if operation in _PRODUCTS and self._cublas and not self._cublas_kept:
             recorder.transient(self._cublas, "cublas workspace")
-        elif operation in CONVOLUTIONS:
-            possible = convolution_workspace(operation, args, result)
-            recorder.transient(0, "cudnn workspace", possible=possible)
         elif operation in NORMS:
             _float_statistics(recorder, args, result)
         elif operation in TEMPORARIES:
@@ -87,25 +90,6 @@ def _float_statistics(recorder: Recorder, args: Arguments, result: Any) -> None:
     if args[0].dtype in _HALF:
         for statistic in list(tensors_in(result))[1:]:
             recorder.resize(statistic, statistic.numel() * 4)
-
-
-CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
-
-
-def convolution_workspace(operation: str, args: Arguments, result: Any) -> int:
-    """What cuDNN may take for a convolution: copies of what it reads and writes in another layout.
-
-    Its kernels for tensor cores want channels last, and take copies for contiguous tensors; which
-    kernel it chooses is not known without it. Depthwise convolutions in fp32 are torch's own
-    kernels, without a workspace (``use_cudnn_depthwise`` in ATen/native/Convolution.cpp).
-    """
-    forward = operation == "aten.convolution"
-    source, weight = (args[0], args[1]) if forward else (args[1], args[2])
-    groups = args[8] if forward else args[9]
-    if groups == source.shape[1] and source.dtype == torch.float32:
-        return 0
-    other = result if forward else args[0]
-    return sum(t.numel() * t.element_size() for t in (source, weight, other))
 
 
 def flash_backward(args: Arguments) -> list[int]:

@@ -308,5 +308,10 @@ def _assumptions(traced: Traced, *, learns: bool, wants_to_learn: bool) -> tuple
     found = ["output and loss of a step stay bound until the next step's take their place"]
     if wants_to_learn and not learns:
         found.append("nothing is trainable: this is an inference estimate")
+    if any("convolution" in each.operation for each in traced.stream.allocations):
+        found.append(
+            "cuDNN takes the kernels that its heuristics prefer (cudnn.benchmark off), with their "
+            "usual workspaces"
+        )
     found += traced.assumptions
     return tuple(found)

@@ -39,6 +39,9 @@ class DeviceRules(Protocol):
     def before(self, recorder: Recorder, operation: str) -> None:
         """Called before an operator runs."""
 
+    def workspaces(self, operation: str, args: Sequence[Any]) -> Sequence[tuple[int, int]]:
+        """Bytes taken, and bytes that may be taken beside, while each result is computed."""
+
     def after(self, recorder: Recorder, operation: str, args: Sequence[Any], result: Any) -> None:
         """Called when its results are noted."""
 
@@ -98,11 +101,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except KeyError:
                 raise error from None
             self.sizes_assumed += 1
+        self._note_results(operation, args, result)
+        return result
+
+    def _note_results(self, operation: str, args: tuple[Any, ...], result: Any) -> None:
+        rules = self.device_rules
+        beside = iter(() if rules is None else rules.workspaces(operation, args))
         for tensor in tensors_in(result):
             self.note(tensor, "temporaries", operation)
-        if self.device_rules is not None:
-            self.device_rules.after(self, operation, args, result)
-        return result
+            taken, possible = next(beside, (0, 0))
+            if taken or possible:
+                self.transient(taken, f"{operation} workspace", possible=possible)
+        if rules is not None:
+            rules.after(self, operation, args, result)
 
     def _value_of(self, tensor: FakeTensor) -> bool | int | float:
         """The value of a constant; for others a stand-in."""
