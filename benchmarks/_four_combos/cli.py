@@ -65,6 +65,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--docs", action="store_true", help="measure nothing: render the docs page from the JSON"
     )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="measure nothing: estimate what a GPU would take, into the JSON and the docs page",
+    )
     return parser.parse_args(arguments)
 
 
@@ -90,7 +95,9 @@ def main(arguments: list[str] | None = None, *, begun: float) -> int:
 
     errors = Console(stderr=True)
     try:
-        if options.docs:
+        if options.predict:
+            predict_anew(options.out or RESULTS, errors)
+        elif options.docs:
             render_page(options.out or RESULTS)
         else:
             measure(options, errors, begun)
@@ -121,6 +128,32 @@ def measure(options: argparse.Namespace, errors: Console, begun: float) -> None:
     out.print(f"{found.seconds:.0f} s; written to {path}", markup=False, soft_wrap=True)
     if path == RESULTS:
         # The page shows the file's figures, so the two change together.
+        render_page(path)
+
+
+def predict_anew(path: Path, errors: Console) -> None:
+    """Replace the predicted part of the JSON file at ``path``, and render the page.
+
+    The other parts are timings, and belong to a quiet machine; these figures are the same on any.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    import dataclasses
+
+    from _four_combos import predicted, results
+    from _four_combos.data import InputError
+    from _four_combos.progress import open_progress
+
+    if not path.is_file():
+        message = f"{path} does not exist: `nox -s four_combos` makes it"
+        raise InputError(message)
+    found = results.from_json(path.read_text(encoding="utf-8"))
+    with open_progress(errors, predicted.total_work(found.predicted_settings)) as progress:
+        progress.start("4 predicted")
+        rows = predicted.run(found.predicted_settings, progress)
+    results.write(dataclasses.replace(found, predicted=rows), path)
+    if path == RESULTS:
         render_page(path)
 
 

@@ -121,6 +121,22 @@ def _rate(results: Results) -> str:
     )
 
 
+def _predicted(results: Results) -> str:
+    settings = results.predicted_settings
+    sentences = []
+    for attention in settings.attentions:
+        rows = {row.combination: row for row in results.predicted if row.attention == attention}
+        same = len({rows[key].peak_reserved_bytes for key in "abc"}) == 1
+        sentences.append(
+            f"With {attention} attention a, b and c {'are the same' if same else 'DIFFER'}: "
+            f"{report.gib(rows['c'].peak_reserved_bytes)} GiB reserved, and d reserves "
+            f"{report.gib(rows['d'].peak_reserved_bytes)} GiB; on "
+            f"{report.gib(settings.budget_bytes)} GiB the largest batch is "
+            f"{rows['c'].largest_batch:,} texts in c and {rows['d'].largest_batch:,} in d."
+        )
+    return " ".join(sentences)
+
+
 def _counts(_: Results) -> str:
     return (
         f"`112M` is {TRAINABLE_UNFROZEN:,} and `3M` is {TRAINABLE_FROZEN:,}; the benchmark stops "
@@ -143,6 +159,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "text": _text,
     "train_table": lambda results: report.markdown(report.train_table(results)),
     "cuda_table": lambda results: report.markdown(report.cuda_table(results)),
+    "predicted_table": lambda results: report.markdown(report.predicted_table(results)),
+    "predicted": _predicted,
     "storing": _storing,
     "label": _label,
     "gradients": _gradients,

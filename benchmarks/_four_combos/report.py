@@ -15,7 +15,7 @@ from rich.text import Text
 
 from _four_combos.combos import COMBINATIONS, Combination
 from _four_combos.cuda import CAP_ABOVE_DEVICE, OUT_OF_MEMORY
-from _four_combos.results import CudaRow, Results, TrainRow
+from _four_combos.results import CudaRow, PredictedRow, Results, TrainRow
 
 MIB = 2**20
 GIB = 2**30
@@ -38,7 +38,12 @@ class Table:
 
 def tables(results: Results) -> tuple[Table, ...]:
     """Return the tables of all parts, in order."""
-    return saved_table(results), train_table(results), cuda_table(results)
+    return (
+        saved_table(results),
+        train_table(results),
+        cuda_table(results),
+        predicted_table(results),
+    )
 
 
 def rich_table(table: Table) -> Group:
@@ -254,6 +259,49 @@ def _cuda_cells(row: CudaRow) -> tuple[str, ...]:
         *_switches(row.combination),
         words.get(row.outcome, "") if allocated is None else gib(allocated),
         "" if reserved is None else gib(reserved),
+    )
+
+
+# -- part 4 ------------------------------------------------------------------------------------
+
+
+def predicted_table(results: Results) -> Table:
+    """Tabulate what the combinations would take on a GPU."""
+    settings = results.predicted_settings
+    budget = gib(settings.budget_bytes)
+    return Table(
+        title=f"4. The tutorial's model on a GPU, predicted (batch {settings.batch_size}, length "
+        f"{settings.length})",
+        columns=(
+            "attention",
+            "run",
+            "no_grad",
+            "requires_grad",
+            "allocated,\nGiB",
+            "reserved,\nGiB",
+            "to plan\nwith, GiB",
+            f"fits\n{budget} GiB",
+            f"largest batch\non {budget} GiB",
+        ),
+        left=4,
+        rows=tuple(_predicted_cells(row) for row in results.predicted),
+        notes=(
+            "estimated by freezekit.estimate_memory and max_batch_size: fp32, Adam, no GPU needed",
+            "to plan with: reserved and what cannot be known; the CUDA context comes on top, and "
+            "is counted in what fits",
+        ),
+    )
+
+
+def _predicted_cells(row: PredictedRow) -> tuple[str, ...]:
+    return (
+        row.attention,
+        *_switches(row.combination),
+        gib(row.peak_allocated_bytes),
+        gib(row.peak_reserved_bytes),
+        gib(row.safe_bytes),
+        "yes" if row.fits else "no",
+        f"{row.largest_batch:,}",
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-SCHEMA = "freezekit.benchmarks.four_combos/1"
+SCHEMA = "freezekit.benchmarks.four_combos/2"
 T = TypeVar("T")
 
 
@@ -148,6 +148,32 @@ class CudaPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedSettings:
+    """What part 4 estimates, on any machine."""
+
+    batch_size: int = 128
+    length: int = 512
+    budget_bytes: int = 11 * 2**30
+    """The card's memory, the CUDA context included."""
+    attentions: tuple[str, ...] = ("eager", "sdpa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRow:
+    """Part 4: one combination with one attention."""
+
+    attention: str
+    combination: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    safe_bytes: int
+    """What to plan with: reserved, and what is not known."""
+    fits: bool
+    largest_batch: int
+    """Of the same length, on the same card; 0 if not even one text fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Where it ran. Nothing that tells whose machine it is."""
 
@@ -175,6 +201,8 @@ class Results:
     cuda_settings: CudaSettings
     cuda: CudaPart | None
     """Null where there is no CUDA device: not measured."""
+    predicted_settings: PredictedSettings
+    predicted: tuple[PredictedRow, ...]
 
 
 def to_json(results: Results) -> str:

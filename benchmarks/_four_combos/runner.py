@@ -9,10 +9,17 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from _four_combos import cuda, data, machine, saved, train
+from _four_combos import cuda, data, machine, predicted, saved, train
 from _four_combos.model import BERTGRUSentiment, pretrained
 from _four_combos.progress import open_progress
-from _four_combos.results import CudaSettings, DataFacts, Results, SavedSettings, TrainSettings
+from _four_combos.results import (
+    CudaSettings,
+    DataFacts,
+    PredictedSettings,
+    Results,
+    SavedSettings,
+    TrainSettings,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +30,7 @@ class Settings:
     saved: SavedSettings
     train: TrainSettings
     cuda: CudaSettings
+    predicted: PredictedSettings
 
 
 def full_settings(caps: tuple[int, ...]) -> Settings:
@@ -32,6 +40,7 @@ def full_settings(caps: tuple[int, ...]) -> Settings:
         saved=SavedSettings(batch_size=2, length=512),
         train=TrainSettings(batch_size=16, batches=70, test_texts=1000),
         cuda=CudaSettings(caps=caps),
+        predicted=PredictedSettings(),
     )
 
 
@@ -42,6 +51,7 @@ def quick_settings(caps: tuple[int, ...]) -> Settings:
         saved=SavedSettings(batch_size=1, length=128),
         train=TrainSettings(batch_size=8, batches=12, test_texts=100),
         cuda=CudaSettings(caps=caps),
+        predicted=PredictedSettings(attentions=("sdpa",)),
     )
 
 
@@ -66,6 +76,7 @@ def run(
     base = BERTGRUSentiment(bert)
     device = cuda.CudaDevice() if torch.cuda.is_available() else None
     total = saved.total_work(settings.saved) + train.total_work(settings.train)
+    total += predicted.total_work(settings.predicted)
     if device is not None:
         total += cuda.total_work(settings.cuda)
     with open_progress(console, total) as progress:
@@ -77,6 +88,8 @@ def run(
         if device is not None:
             progress.start("3 CUDA")
             cuda_part = cuda.measure(device, settings.cuda, progress, cuda.tutorial_step)
+        progress.start("4 predicted")
+        predicted_rows = predicted.run(settings.predicted, progress)
     return Results(
         quick=settings.quick,
         seed=seed,
@@ -90,6 +103,8 @@ def run(
         train=train_rows,
         cuda_settings=settings.cuda,
         cuda=cuda_part,
+        predicted_settings=settings.predicted,
+        predicted=predicted_rows,
     )
 
 

@@ -15,6 +15,8 @@ from _four_combos.results import (
     CudaSettings,
     DataFacts,
     Machine,
+    PredictedRow,
+    PredictedSettings,
     Results,
     SavedRow,
     SavedSettings,
@@ -67,6 +69,19 @@ def cuda_row(outcome: str, *peaks: int) -> CudaRow:
     )
 
 
+def predicted_row(attention: str, key: str) -> PredictedRow:
+    size = GIB * (40 if key == "d" else 4)
+    return PredictedRow(
+        attention=attention,
+        combination=key,
+        peak_allocated_bytes=size - GIB,
+        peak_reserved_bytes=size,
+        safe_bytes=size + GIB // 2,
+        fits=key != "d",
+        largest_batch=1234 if key != "d" else 31,
+    )
+
+
 def some_results(**changes: object) -> Results:
     made = Results(
         quick=False,
@@ -96,6 +111,10 @@ def some_results(**changes: object) -> Results:
         ),
         cuda_settings=CudaSettings(caps=(11 * GIB, 24 * GIB)),
         cuda=None,
+        predicted_settings=PredictedSettings(),
+        predicted=tuple(
+            predicted_row(attention, c.key) for attention in ("eager", "sdpa") for c in COMBINATIONS
+        ),
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type] # named by the tests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import time
 from pathlib import Path
@@ -9,10 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from _four_combos import cli, data, machine, report, results, runner, saved
+from _four_combos import cli, data, machine, predicted, report, results, runner, saved
 from _four_combos.data import Example, split
 from _four_combos.progress import open_progress
-from _four_combos.results import CudaSettings, Results, SavedSettings, TrainSettings
+from _four_combos.results import (
+    CudaSettings,
+    PredictedSettings,
+    Results,
+    SavedSettings,
+    TrainSettings,
+)
 from benchmarks.four_combos_support import MakeTiny, WordTokenizer, some_results
 
 
@@ -118,6 +125,21 @@ def test_out_names_the_file_and_docs_renders_it(places: Path, asked: list[runner
     assert len(asked) == 1
 
 
+def test_predicting_anew_leaves_what_was_measured(
+    places: Path, asked: list[runner.Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timings belong to a quiet machine; estimates are the same on any."""
+    assert cli.main([], begun=time.monotonic()) == 0
+
+    rows = tuple(dataclasses.replace(each, largest_batch=4321) for each in some_results().predicted)
+    monkeypatch.setattr(predicted, "run", lambda settings, progress: rows)
+    assert cli.main(["--predict"], begun=time.monotonic()) == 0
+    found = results.from_json((places / "full.json").read_text())
+    assert found == some_results(predicted=rows)
+    assert "4,321 texts in c" in (places / "page.md").read_text()
+    assert len(asked) == 1
+
+
 def test_all_parts_run_in_order_and_fit_together(
     monkeypatch: pytest.MonkeyPatch, make_tiny: MakeTiny, tmp_path: Path
 ) -> None:
@@ -126,6 +148,7 @@ def test_all_parts_run_in_order_and_fit_together(
     monkeypatch.setattr(data, "load", lambda directory: corpus)
     monkeypatch.setattr(runner, "pretrained", lambda attention: (make_tiny().bert, WordTokenizer()))
     monkeypatch.setattr(saved, "tutorial_model", make_tiny)
+    monkeypatch.setattr(predicted, "tutorial_model", make_tiny)
     monkeypatch.setattr(saved, "check_tutorial_counts", lambda marked, requires_grad: None)
     monkeypatch.setattr(machine, "versions", lambda: {"torch": "0"})
     settings = runner.Settings(
@@ -133,12 +156,14 @@ def test_all_parts_run_in_order_and_fit_together(
         saved=SavedSettings(batch_size=1, length=5),
         train=TrainSettings(batch_size=2, batches=4, test_texts=5),
         cuda=CudaSettings(caps=(2**30,)),
+        predicted=PredictedSettings(batch_size=2, length=5, attentions=("eager",)),
     )
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     found = runner.run(settings, tmp_path, seed=3, console=console, begun=time.monotonic())
     assert results.from_json(results.to_json(found)) == found
     assert (found.seed, found.quick, len(found.saved), len(found.train)) == (3, True, 8, 5)
     assert found.cuda is None
+    assert [row.combination for row in found.predicted] == list("abcd")
     assert report.same_head(found)
     assert found.data.tested_positive == sum(e.positive for e in corpus.test[:5])
     assert (found.data.rows, found.data.dropped_neutral) == (61, 1)

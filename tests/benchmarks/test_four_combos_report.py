@@ -41,7 +41,7 @@ def test_json_round_trip(found: Results) -> None:
 
 def test_json_begins_with_the_schema_and_holds_null_without_cuda() -> None:
     content = json.loads(results.to_json(some_results()))
-    assert next(iter(content.items())) == ("schema", "freezekit.benchmarks.four_combos/1")
+    assert next(iter(content.items())) == ("schema", "freezekit.benchmarks.four_combos/2")
     assert content["cuda"] is None
 
 
@@ -50,7 +50,7 @@ def test_json_begins_with_the_schema_and_holds_null_without_cuda() -> None:
     [
         (
             {"schema": "other/1"},
-            "expected the schema 'freezekit.benchmarks.four_combos/1', found 'other/1'",
+            "expected the schema 'freezekit.benchmarks.four_combos/2', found 'other/1'",
         ),
         ({"surplus": 1}, "results: missing or unknown: surplus"),
         ({"seed": True}, "results.seed: expected int, found bool"),

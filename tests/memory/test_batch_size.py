@@ -50,7 +50,8 @@ def test_the_found_size_fits_and_the_next_does_not() -> None:
     """Seen by estimating both."""
     found = max_batch_size(Net(), rows, "1GiB", multiple_of=16)
     assert found.batch_size % 16 == 0
-    assert found.next_size == found.batch_size + 16
+    assert found.next_size is not None
+    assert 16 <= found.next_size - found.batch_size <= 0.01 * found.batch_size
     assert estimate_memory(Net(), rows(found.batch_size)).fits("1GiB")
     assert not estimate_memory(Net(), rows(found.next_size)).fits("1GiB")
     assert found.estimate is not None
@@ -62,13 +63,12 @@ def test_few_sizes_are_traced_and_all_are_told() -> None:
     seen: list[int] = []
     found = max_batch_size(Net(), rows, "1GiB", progress=lambda p: seen.append(p.batch_size))
     assert sorted(seen) == [point.batch_size for point in found.curve]
-    # (Single rows of some 35,000 are a matter of 15 bisections.)
-    assert len(seen) <= 18
+    assert len(seen) <= 10
     assert len(max_batch_size(Net(), rows, "1GiB", multiple_of=1024).curve) <= 7
     assert len(set(seen)) == len(seen)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(st.tuples(st.integers(700, 3000), st.integers(700, 3000)))
 def test_more_memory_holds_no_smaller_batch(budgets: tuple[int, int]) -> None:
     """The result is monotone in the budget."""
@@ -126,3 +126,11 @@ def test_a_budget_that_is_none() -> None:
     """The nearest GPU is named before anything is traced."""
     with pytest.raises(ValueError, match="unknown GPU 'RTX 3061'; near names: NVIDIA GeForce RTX"):
         max_batch_size(Net(), rows, "RTX 3061")
+
+
+def test_without_tolerance_the_very_largest_is_found() -> None:
+    """It fits, and one row more does not."""
+    coarse = max_batch_size(Net(), rows, "1GiB")
+    exact = max_batch_size(Net(), rows, "1GiB", precision=0)
+    assert exact.next_size == exact.batch_size + 1
+    assert coarse.batch_size <= exact.batch_size <= 1.01 * coarse.batch_size

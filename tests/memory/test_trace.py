@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freezekit import freeze
-from freezekit._memory.events import EventStream
+from freezekit._memory.events import Allocation, Event, EventStream
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_steps
@@ -217,3 +217,61 @@ def test_inputs_keep_their_structure() -> None:
     assert twins["b"][1] == "text"
     assert twins["c"][0] == 3
     assert type(twins["a"]).__name__ == type(twins["b"][0]).__name__ == "FakeTensor"
+
+
+def test_a_steady_step_is_repeated_as_it_would_be_traced() -> None:
+    """Two traced steps and three repeated ones are five traced steps, event by event."""
+    model, inputs = mlp()
+    short = fake_run(model, inputs, Steps(count=2, optimizer=adamw))
+    long = fake_run(model, inputs, Steps(count=5, optimizer=adamw))
+    repeated = short.repeated(3)
+    assert repeated is not None
+    assert repeated.live_bytes() == long.live_bytes()
+    assert [(e.is_alloc, e.phase, e.step) for e in repeated.events] == [
+        (e.is_alloc, e.phase, e.step) for e in long.events
+    ]
+    assert repeated.allocations == long.allocations
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_first_step_is_not_repeated(count: int) -> None:
+    """It makes optimizer state; what follows begins with it."""
+    model, inputs = mlp()
+    stream = fake_run(model, inputs, Steps(count=1, optimizer=adamw))
+    assert stream.repeated(count) is None
+
+
+def test_what_grows_is_not_repeated() -> None:
+    """A step that leaves more than it found is not like the next."""
+    allocations = tuple(Allocation(8, "temporaries", "", "", "forward", step) for step in (0, 1))
+    events = tuple(Event(i, is_alloc=True, phase="forward", step=i) for i in (0, 1))
+    assert EventStream(allocations, events).repeated(1) is None
+
+
+def test_the_collector_leaves_old_objects_alone() -> None:
+    """Garbage made inside is collected; objects that others froze stay frozen."""
+    import gc
+    import weakref
+
+    from freezekit._collector import collector_of_new_objects
+
+    class Node:
+        pass
+
+    with collector_of_new_objects():
+        assert gc.get_freeze_count() > 0
+        node: Any = Node()
+        node.itself = node
+        gone = weakref.ref(node)
+        del node
+        gc.collect()
+        assert gone() is None
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with collector_of_new_objects():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()

@@ -93,6 +93,7 @@ def max_batch_size(
     budget: str | int,
     *,
     multiple_of: int = 1,
+    precision: float = 0.01,
     limit: int = 65536,
     progress: Callable[[BatchPoint], None] | None = None,
     **options: Any,
@@ -114,6 +115,8 @@ def max_batch_size(
         make_inputs: makes the forward's inputs for a batch size; tensors may be on meta.
         budget: a size such as ``"11GiB"``, bytes, or a GPU's name; the CUDA context included.
         multiple_of: only multiples of it are looked at.
+        precision: sizes that differ by less than this share are not told apart, so that a search
+            among thousands ends early; 0 for the very largest.
         limit: no larger size is looked at.
         progress: called with every size that was traced.
         options: those of :func:`freezekit.estimate_memory`.
@@ -128,9 +131,9 @@ def max_batch_size(
             f"and {limit}"
         )
     nbytes = budget_bytes(budget)
-    search = _Search(model, make_inputs, nbytes, multiple_of, limit, progress, options)
+    search = _Search(model, make_inputs, nbytes, multiple_of, precision, limit, progress, options)
     largest = search.run()
-    following = largest + multiple_of
+    following = largest + search.step(largest)
     next_size = following if following <= limit else None
     return BatchSizeEstimate(
         model=type(model).__name__,
@@ -150,15 +153,22 @@ class _Search:
         make_inputs: Callable[[int], Any],
         budget: int,
         multiple: int,
+        precision: float,
         limit: int,
         progress: Callable[[BatchPoint], None] | None,
         options: dict[str, Any],
     ) -> None:
         self.model, self.make_inputs, self.budget = model, make_inputs, budget
         self.multiple, self.limit = multiple, limit - limit % multiple
+        self.precision = precision
         self.progress, self.options = progress, options
         self.points: dict[int, BatchPoint] = {}
         self.estimates: dict[int, MemoryEstimate] = {}
+
+    def step(self, size: int) -> int:
+        """How far the next size is."""
+        fine = int(size * self.precision)
+        return max(self.multiple, fine - fine % self.multiple)
 
     def fits(self, size: int) -> bool:
         """Trace a size, once."""
@@ -186,7 +196,7 @@ class _Search:
         high: int | None = None
         candidate = _LEAP * low
         small_steps = 0
-        while high is None or high - low > self.multiple:
+        while high is None or high - low > self.step(low):
             candidate = self._clamp(candidate, low, high)
             before = low, high
             if self.fits(candidate):
@@ -203,8 +213,9 @@ class _Search:
 
     def _clamp(self, size: int, low: int, high: int | None) -> int:
         size -= size % self.multiple
-        top = self.limit if high is None else high - self.multiple
-        return max(low + self.multiple, min(size, top))
+        step = self.step(low)
+        top = self.limit if high is None else high - step
+        return max(low + step, min(size, top))
 
     def _predict(self, low: int, high: int | None) -> int:
         """Where a line meets the budget: through the two sizes around it, or the two largest."""
