@@ -251,7 +251,9 @@ class MemoryComparison(Report):
 def _row(name: str, pair: tuple[int, int]) -> tuple[str, ...]:
     before, after = pair
     sign = "-" if after < before else "+"
-    change = f"{sign}{format_bytes(abs(after - before))}" if after != before else "0"
+    if before == after:
+        return name, format_bytes(before), format_bytes(after), "0", ""
+    change = f"{sign}{format_bytes(abs(after - before))}"
     # (Of what is next to nothing a share says nothing.)
     share = f"{100 * (after / before - 1):+.0f} %" if before >= 1 << 20 else ""
     return name, format_bytes(before), format_bytes(after), change, share
