@@ -2,10 +2,14 @@
 
     python benchmarks/memory_accuracy.py cpu
     python benchmarks/memory_accuracy.py xmem FILE.csv [--family transformer]
+    python benchmarks/memory_accuracy.py timm FILE.csv
+    python benchmarks/memory_accuracy.py peft FILE.csv
 
 ``cpu`` runs the same steps on fake and on real tensors and compares live bytes at every boundary
-of a step and at the peak; exit status 1 if a row differs that has no reason why. ``xmem`` rebuilds
-the runs of a table of measured peaks and prints estimate, measurement and error for each.
+of a step and at the peak; exit status 1 if a row differs that has no reason why. The others rebuild
+the runs of a table of measurements and print estimate, measurement and error for each: ``xmem``
+peaks of torchvision and transformers models, ``timm`` the growth with the batch size, ``peft``
+peaks of a Llama of which nearly everything is frozen.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from rich.progress import track
 from rich.table import Table
 
 from _accuracy.cpu import CASES, compare
+from _accuracy.vision import estimate_slope, read_slope
 from _accuracy.xmem import Row, estimate_row, read_row
+from freezekit.errors import FreezekitError
 
 MIB = 1 << 20
 console = Console(width=110)
@@ -110,6 +116,50 @@ def _summarize(errors: list[tuple[Row, float]]) -> None:
     console.print(table)
 
 
+def run_timm(path: Path) -> int:
+    """Estimate the growth of every model; exit status 1 if one could not be."""
+    with path.open(newline="") as file:
+        rows = [read_slope(record) for record in csv.DictReader(file)]
+    table = Table(title=f"MiB for each image more ({len(rows)} models)")
+    for header in ("model", "measured", "estimate", "error", "seconds"):
+        table.add_column(header, justify="left" if header == "model" else "right")
+    errors: list[float] = []
+    failures: list[str] = []
+    for row in track(rows, "models", console=Console(stderr=True)):
+        start = time.perf_counter()
+        try:
+            estimate = estimate_slope(row)
+        except (ValueError, FreezekitError) as error:
+            failures.append(f"{row.model}: {error}")
+            continue
+        errors.append(abs(estimate / row.measured - 1))
+        table.add_row(
+            row.model,
+            f"{row.measured:.2f}",
+            f"{estimate:.2f}",
+            f"{100 * (estimate / row.measured - 1):+.1f} %",
+            f"{time.perf_counter() - start:.1f}",
+        )
+    console.print(table)
+    _print_spread(errors)
+    return _report_failures(failures)
+
+
+def _print_spread(errors: list[float]) -> None:
+    if errors:
+        within = sum(error <= 0.1 for error in errors) / len(errors)
+        console.print(
+            f"median error {100 * statistics.median(errors):.2f} %, "
+            f"{100 * within:.0f} % of {len(errors)} within 10 %"
+        )
+
+
+def _report_failures(failures: list[str]) -> int:
+    for failure in failures:
+        console.print(f"no estimate of {failure}", markup=False)
+    return 1 if failures else 0
+
+
 def main() -> int:
     """Run one of the comparisons."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
@@ -118,11 +168,15 @@ def main() -> int:
     xmem = commands.add_parser("xmem", help="a table of peaks measured on GPUs")
     xmem.add_argument("file", type=Path)
     xmem.add_argument("--family", choices=["cnn", "transformer"])
+    timm = commands.add_parser("timm", help="a table of device memory by batch size")
+    timm.add_argument("file", type=Path)
     arguments = parser.parse_args()
     # The models' own remarks about token ids and checkpoints say nothing about memory.
     warnings.simplefilter("ignore")
     if arguments.command == "cpu":
         return run_cpu()
+    if arguments.command == "timm":
+        return run_timm(arguments.file)
     return run_xmem(arguments.file, arguments.family)
 
 
