@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from freezekit import estimate_memory
+from freezekit._memory.stand_ins import grouped_product
 from freezekit.errors import TraceError
 
 
@@ -100,3 +101,41 @@ def test_what_cannot_be_traced_runs_for_real() -> None:
         # Without data there is nothing to run.
         with pytest.raises(TraceError, match="the step failed in the model"):
             estimate_memory(model.to("meta"), inputs.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "grouped"),
+    [
+        ((12, 8), (3, 8, 16), True),
+        ((12, 8), (8, 24), True),
+        ((3, 4, 8), (3, 8, 16), False),
+        ((3, 4, 8), (8, 12), True),
+    ],
+    ids=str,
+)
+def test_grouped_products_have_the_shape_of_real_ones(
+    a: tuple[int, ...], b: tuple[int, ...], grouped: bool
+) -> None:
+    """Also in fp32, which the fake kernel refuses."""
+    offsets = torch.tensor([4, 8, 12 if a != (12, 8) or b != (8, 24) else 8], dtype=torch.int32)
+    left, right = torch.zeros(a), torch.zeros(b)
+    real = torch._grouped_mm(left, right, offs=offsets if grouped else None)
+    assert grouped_product(left, right, offsets if grouped else None).shape == real.shape
+
+
+def test_experts_in_fp32_are_estimated() -> None:
+    """Their products are grouped; forward and backward."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        vocab_size=64,
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    estimate = estimate_memory(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
+    assert dict(estimate.breakdown)["optimizer_state"] > 0

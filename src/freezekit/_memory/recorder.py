@@ -26,6 +26,7 @@ __all__ = ["Recorder", "tensors_in"]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @functools.cache
@@ -93,6 +94,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = _name_of(func)
         if self.device_rules is not None:
             self.device_rules.before(self, operation)
+        if func is _GROUPED and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
+            result = stand_ins.grouped_product(args[0], args[1], (*args[2:], None)[0])
+            self._note_results(operation, args, result)
+            return result
         try:
             result = func(*args, **(kwargs or {}))
         except DynamicOutputShapeException as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["sized", "value"]
+__all__ = ["grouped_product", "sized", "value"]
 
 
 def value(dtype: torch.dtype) -> bool | int | float:
@@ -28,6 +28,18 @@ def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         KeyError: an operator that is not known here.
     """
     return _SIZED[str(operator.overloadpacket)](operator, args, kwargs)
+
+
+def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """The result of ``_grouped_mm`` in dtypes that its fake kernel refuses and the real ones take.
+
+    Rows of ``a``, columns of ``b`` or the inner dimension are grouped by ``offsets``.
+    """
+    if a.dim() == 2 and b.dim() == 2:
+        assert offsets is not None
+        return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+    rows = a.shape[:-1] if a.dim() <= b.dim() else a.shape[1:-1]
+    return a.new_empty((*rows, b.shape[-1]))
 
 
 def _nonzero(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
