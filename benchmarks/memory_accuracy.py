@@ -26,7 +26,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from _accuracy.adapters import (
+    Experiment,
+    build,
+    estimate_experiment,
+    fit_length,
+    read_experiment,
+)
 from _accuracy.cpu import CASES, compare
+from _accuracy.ranks import spearman
 from _accuracy.vision import estimate_slope, read_slope
 from _accuracy.xmem import Row, estimate_row, read_row
 from freezekit.errors import FreezekitError
@@ -145,6 +153,57 @@ def run_timm(path: Path) -> int:
     return _report_failures(failures)
 
 
+def run_peft(path: Path) -> int:
+    """Estimate every adapter, at the length of rows that meets the full fine-tune."""
+    with path.open(newline="") as file:
+        rows = [read_experiment(record) for record in csv.DictReader(file)]
+    full = [row for row in rows if row.peft_type == "FULL"]
+    if not full:
+        console.print(f"{path}: expected a row of peft_type FULL to fit the length to")
+        return 1
+    length = fit_length(full[0])
+    console.print(f"rows of {length} tokens meet {full[0].name}")
+    table = Table(title=f"peak reserved, MiB ({len(rows)} runs)")
+    for header in ("experiment", "measured", "estimate", "error", "trainable", "seconds"):
+        table.add_column(header, justify="left" if header == "experiment" else "right")
+    estimates: list[tuple[Experiment, int]] = []
+    failures: list[str] = []
+    for row in track(rows, "runs", console=Console(stderr=True)):
+        start = time.perf_counter()
+        try:
+            model = build(row)
+            estimates.append((row, estimate_experiment(model, row, length)))
+        except (ValueError, FreezekitError) as error:
+            failures.append(f"{row.name}: {error}")
+            continue
+        found = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        table.add_row(
+            row.name.replace("llama-3.2-3B-", ""),
+            f"{row.measured / MIB:,.0f}",
+            f"{estimates[-1][1] / MIB:,.0f}",
+            f"{100 * (estimates[-1][1] / row.measured - 1):+.2f} %",
+            "as measured" if found == row.trainable else f"{found:,} for {row.trainable:,}",
+            f"{time.perf_counter() - start:.1f}",
+        )
+    console.print(table)
+    _summarize_adapters(estimates)
+    return _report_failures(failures)
+
+
+def _summarize_adapters(estimates: list[tuple[Experiment, int]]) -> None:
+    if len(estimates) > 1:
+        pairs = [(row.measured, estimate) for row, estimate in estimates]
+        console.print(f"rank correlation (Spearman) {spearman(pairs):.3f}")
+    for kind in ("FULL", "LORA"):
+        errors = [e / row.measured - 1 for row, e in estimates if row.peft_type == kind]
+        if errors:
+            console.print(
+                f"{kind}: {len(errors)} runs, errors from {100 * min(errors):+.2f} % "
+                f"to {100 * max(errors):+.2f} %"
+            )
+    _print_spread([abs(estimate / row.measured - 1) for row, estimate in estimates])
+
+
 def _print_spread(errors: list[float]) -> None:
     if errors:
         within = sum(error <= 0.1 for error in errors) / len(errors)
@@ -170,6 +229,8 @@ def main() -> int:
     xmem.add_argument("--family", choices=["cnn", "transformer"])
     timm = commands.add_parser("timm", help="a table of device memory by batch size")
     timm.add_argument("file", type=Path)
+    peft = commands.add_parser("peft", help="a table of peaks of frozen Llamas with adapters")
+    peft.add_argument("file", type=Path)
     arguments = parser.parse_args()
     # The models' own remarks about token ids and checkpoints say nothing about memory.
     warnings.simplefilter("ignore")
@@ -177,6 +238,8 @@ def main() -> int:
         return run_cpu()
     if arguments.command == "timm":
         return run_timm(arguments.file)
+    if arguments.command == "peft":
+        return run_peft(arguments.file)
     return run_xmem(arguments.file, arguments.family)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the public xMem study: runs on real GPUs, rebuilt on fake tensors.
+"""Rows of the public xMem study (MIT): runs on real GPUs, rebuilt on fake tensors.
 
 How each run was set up: steps in the order zero_grad, forward, backward, optimizer; four steps;
 fp32; optimizer defaults with foreach; outputs and loss stay bound. Transformers get rows of 128
@@ -7,6 +7,7 @@ tokens with attention mask and labels, CNNs images of 86 x 86.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -16,8 +17,9 @@ from torch import nn
 
 from freezekit._memory.estimate import estimate_memory
 
-__all__ = ["Row", "estimate_row", "read_row"]
+__all__ = ["MODELS", "Row", "build_model", "estimate_row", "read_row"]
 
+_CAPABILITIES = {"RTX 3060": (8, 6), "RTX 4060": (8, 9), "A100": (8, 0)}
 TOKENS = 128
 IMAGE = (3, 86, 86)
 
@@ -40,7 +42,6 @@ class Row:
 
 def read_row(record: Mapping[str, str]) -> Row:
     """A row of the table, by its column names."""
-    # A40-class and older consumer cards share the 8.125 MiB workspace; only Hopper differs.
     return Row(
         run=record["run_id"],
         model=record["model"],
@@ -48,7 +49,7 @@ def read_row(record: Mapping[str, str]) -> Row:
         optimizer=record["optimizer"],
         batch=int(record["batch_size"]),
         zero_grad=record["zero_grad_to_use"] or "0",
-        capability=(8, 0),
+        capability=next((c for card, c in _CAPABILITIES.items() if card in record["gpu"]), (8, 0)),
         measured=int(record["ground_bytes"]),
         xmem=int(record["xmem_bytes"]) if record["xmem_bytes"] else None,
         dnnmem=int(record["dnnmem_bytes"]) if record["dnnmem_bytes"] else None,
@@ -72,14 +73,34 @@ def estimate_row(row: Row) -> int:
 
 
 def _build(row: Row) -> tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]:
+    model = build_model(row.model)
     if row.family == "cnn":
         images = torch.empty(row.batch, *IMAGE, device="meta")
         labels = torch.empty(row.batch, dtype=torch.long)
-        return _cnn(row.model), images, lambda out: nn.functional.cross_entropy(out, labels)
+        return model, images, lambda out: nn.functional.cross_entropy(out, labels)
     ids = torch.empty(row.batch, TOKENS, dtype=torch.long, device="meta")
     inputs = {name: torch.empty_like(ids) for name in ("input_ids", "attention_mask", "labels")}
-    with torch.device("meta"):
-        return _transformer(row.model), inputs, None
+    return model, inputs, None
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+def build_model(name: str) -> nn.Module:
+    """A model of the study by its name there, or by the last part of it; without data.
+
+    Raises:
+        ValueError: the study has no such model; near names are told.
+    """
+    found = _ALIASES.get(name.rpartition("/")[2].lower())
+    if found is None:
+        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), _ALIASES, n=3)
+        hint = f"; did you mean {' or '.join(_ALIASES[alias] for alias in near)}?" if near else ""
+        raise ValueError(f"the study has no model {name!r}{hint} (known: {', '.join(MODELS)})")
+    if found in _TRANSFORMERS:
+        with torch.device("meta"):
+            return _transformer(found)
+    return _cnn(found)
 
 
 def _cnn(name: str) -> nn.Module:
@@ -98,14 +119,8 @@ def _cnn(name: str) -> nn.Module:
     if name == "MnasNet":
         mnasnet: nn.Module = models.MNASNet(1.0, num_classes=10)
         return mnasnet
-    names = {
-        "ConvNeXtTiny": "convnext_tiny",
-        "ConvNeXtBase": "convnext_base",
-        "MobileNetV2": "mobilenet_v2",
-        "RegNetX400MF": "regnet_x_400mf",
-        "RegNetY400MF": "regnet_y_400mf",
-    }
-    model: nn.Module = getattr(models, names.get(name, name.lower()))(weights=None)
+    # Not on meta: torchvision's RegNet reads values to find its widths.
+    model: nn.Module = getattr(models, _TORCHVISION[name])(weights=None)
     return model
 
 
@@ -119,6 +134,22 @@ def _transformer(name: str) -> nn.Module:
     return model
 
 
+_TORCHVISION = {
+    "VGG16": "vgg16",
+    "VGG19": "vgg19",
+    "ResNet50": "resnet50",
+    "ResNet101": "resnet101",
+    "ResNet152": "resnet152",
+    "MobileNetV2": "mobilenet_v2",
+    # Built with ten classes, from parts; spelled as the study spells them.
+    "MobeNetV3Small": "",
+    "MobeNetV3Large": "",
+    "MnasNet": "",
+    "ConvNeXtTiny": "convnext_tiny",
+    "ConvNeXtBase": "convnext_base",
+    "RegNetX400MF": "regnet_x_400mf",
+    "RegNetY400MF": "regnet_y_400mf",
+}
 _GPT2 = ("GPT2Config", "GPT2LMHeadModel")
 _TRANSFORMERS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "openai-community/gpt2": (_GPT2, {}),
@@ -148,6 +179,53 @@ _TRANSFORMERS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
         },
     ),
     "facebook/opt-125m": (("OPTConfig", "OPTForCausalLM"), {"dropout": 0.1}),
+    # Norms behind the blocks, and embeddings narrower than the blocks.
+    "facebook/opt-350m": (
+        ("OPTConfig", "OPTForCausalLM"),
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "ffn_dim": 4096,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+            "dropout": 0.1,
+        },
+    ),
+    "EleutherAI/pythia-1b": (
+        ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+        {
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 8,
+            "intermediate_size": 8192,
+        },
+    ),
+    "microsoft/deberta-base": (
+        ("DebertaConfig", "DebertaForMaskedLM"),
+        {
+            "vocab_size": 50_265,
+            "type_vocab_size": 0,
+            "relative_attention": True,
+            "position_biased_input": False,
+            "pos_att_type": ["c2p", "p2c"],
+            "layer_norm_eps": 1e-7,
+        },
+    ),
+    "Qwen/Qwen3-0.6B": (
+        ("Qwen3Config", "Qwen3ForCausalLM"),
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
     "T5-small": (
         ("T5Config", "T5ForConditionalGeneration"),
         {"d_ff": 2048, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
@@ -216,3 +294,7 @@ _TRANSFORMERS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
         },
     ),
 }
+
+MODELS = (*_TORCHVISION, *_TRANSFORMERS)
+_ALIASES = {name.rpartition("/")[2].lower(): name for name in MODELS}
+_ALIASES |= {"mobilenetv3small": "MobeNetV3Small", "mobilenetv3large": "MobeNetV3Large"}
