@@ -77,26 +77,30 @@ def run_xmem(path: Path, family: str | None) -> int:
         rows = [read_row(record) for record in csv.DictReader(file)]
     rows = [row for row in rows if family in (None, row.family)]
     table = Table(title=f"peak reserved, MiB ({len(rows)} runs)")
-    for header in ("run", "measured", "estimate", "error", "xMem", "DNNMem", "seconds"):
+    for header in ("run", "measured", "estimate", "error", "safe", "xMem", "DNNMem", "seconds"):
         table.add_column(header, justify="left" if header == "run" else "right")
     errors: list[tuple[Row, float]] = []
+    margins: list[tuple[Row, float]] = []
     seconds: list[float] = []
     for row in track(rows, "runs", console=Console(stderr=True)):
         start = time.perf_counter()
         estimate = estimate_row(row)
         seconds.append(time.perf_counter() - start)
-        errors.append((row, estimate / row.measured - 1))
+        errors.append((row, estimate.peak_reserved / row.measured - 1))
+        margins.append((row, estimate.safe / row.measured - 1))
         table.add_row(
             row.run[:48],
             f"{row.measured / MIB:,.0f}",
-            f"{estimate / MIB:,.0f}",
+            f"{estimate.peak_reserved / MIB:,.0f}",
             f"{100 * errors[-1][1]:+.2f} %",
+            f"{100 * margins[-1][1]:+.1f} %",
             _error_of(row, row.xmem),
             _error_of(row, row.dnnmem),
             f"{seconds[-1]:.1f}",
         )
     console.print(table)
     _summarize(errors)
+    _print_safety(margins)
     console.print(f"seconds an estimate: median {statistics.median(seconds):.1f}")
     return 0
 
@@ -122,6 +126,16 @@ def _summarize(errors: list[tuple[Row, float]]) -> None:
             *(f"{100 * statistics.median(values):.2f} %" if values else "" for values in columns),
         )
     console.print(table)
+
+
+def _print_safety(margins: list[tuple[Row, float]]) -> None:
+    """How often what to plan with is too little, and how much it is on average."""
+    below = sum(margin < 0 for _, margin in margins)
+    mean = statistics.fmean(margin for _, margin in margins)
+    console.print(
+        f"safe: below the measured in {below} of {len(margins)} runs "
+        f"({100 * below / len(margins):.1f} %), on average {100 * mean:+.1f} % of it"
+    )
 
 
 def run_timm(path: Path) -> int:

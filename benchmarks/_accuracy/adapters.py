@@ -20,13 +20,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from freezekit._memory.estimate import estimate_memory
+from freezekit import estimate_memory
 
 __all__ = ["Experiment", "build", "estimate_experiment", "fit_length", "read_experiment"]
 
 BATCH = 4
 LONGEST = 768
 L40S = (8, 9)
+TORCH = "2.13.0"
 LLAMA: dict[str, Any] = {
     "vocab_size": 128_256,
     "hidden_size": 3072,
@@ -247,7 +248,9 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     inputs = {name: torch.empty_like(ids) for name in ("input_ids", "attention_mask", "labels")}
     if experiment.peft_type in ("MULTITASK_PROMPT_TUNING", "POLY"):
         inputs["task_ids"] = torch.empty(BATCH, dtype=torch.long, device="meta")
-    estimate = estimate_memory(model, inputs, optimizer=_adamw, steps=2, clip=1.0, capability=L40S)
+    estimate = estimate_memory(
+        model, inputs, optimizer=_adamw, steps=2, clip=1.0, capability=L40S, torch_version=TORCH
+    )
     return estimate.peak_reserved
 
 

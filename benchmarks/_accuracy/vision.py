@@ -17,14 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from freezekit import estimate_memory
 from freezekit._memory.allocator import Block, CachingAllocator
-from freezekit._memory.estimate import estimate_memory
 
 __all__ = ["BATCHES", "SlopeRow", "estimate_slope", "read_slope"]
 
 MIB = 1 << 20
 BATCHES = (32, 128)
 A100 = (8, 0)
+# The table is of 2024: any version that keeps its cuBLAS workspaces.
+TORCH = "2.5.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def _reserved(model: nn.Module, shape: tuple[int, ...]) -> int:
         optimizer=_sgd,
         zero_grad="end",
         capability=A100,
+        torch_version=TORCH,
     )
     images = 4 * torch.Size(shape).numel()
     # The batch that the estimate counts is one of the loader's.

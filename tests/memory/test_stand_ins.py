@@ -139,3 +139,33 @@ def test_experts_in_fp32_are_estimated() -> None:
     ids = torch.zeros(2, 8, dtype=torch.long)
     estimate = estimate_memory(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
     assert dict(estimate.breakdown)["optimizer_state"] > 0
+
+
+def test_distributions_are_not_asked_about_values() -> None:
+    """They check their arguments, for which a trace has no values; afterwards they do again."""
+
+    def sample(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.distributions.Normal(x, x.exp()).rsample()
+
+    assert estimate_memory(Asking(sample), torch.ones(6, 4)).peak_allocated > 0
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+def test_sparse_gradients_are_their_indices_and_values() -> None:
+    """A sparse embedding's gradient is as large as what was looked up."""
+    model = nn.Embedding(10_000, 64, sparse=True)
+    estimate = estimate_memory(model, torch.zeros(8, 4, dtype=torch.long), optimizer="sgd", steps=1)
+    backward = [f.nbytes for f in estimate.stream.allocations if f.phase == "backward"]
+    assert max(backward) < 10_000 * 64 * 4
+
+
+def test_values_are_put_at_a_mask() -> None:
+    """Writing through a mask needs no size."""
+
+    def put(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[x[:, 0] > 0] = 1.0
+        return y
+
+    assert estimate_memory(Asking(put), torch.ones(6, 4)).peak_allocated > 0

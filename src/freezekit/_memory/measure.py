@@ -112,8 +112,8 @@ class _LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
     def finish(self, model: nn.Module | None) -> None:
         """Say what of the step's memory are gradients and optimizer state."""
         for parameter in () if model is None else model.parameters():
-            if parameter.grad is not None:
-                self.categorize(parameter.grad, "gradients", like=parameter)
+            for tensor in tensors_in(parameter.grad):
+                self.categorize(tensor, "gradients", like=parameter)
         for optimizer in self._seen.values():
             for owner, state in optimizer.state.items():
                 for tensor in tensors_in(state):

@@ -263,9 +263,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclass-like outputs."""
+    """Every tensor in nested tuples, lists, dicts and dataclass-like outputs.
+
+    Of a sparse tensor, which has no storage of its own, the indices and values.
+    """
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.layout is torch.sparse_coo:
+            yield value._indices()
+            yield value._values()
+        else:
+            yield value
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

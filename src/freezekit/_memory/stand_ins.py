@@ -94,6 +94,8 @@ _SIZED: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten.nonzero": _nonzero,
     "aten.masked_select": _masked_select,
     "aten.index": _index,
+    "aten.index_put": _index,
+    "aten.index_put_": _index,
     "aten._unique": _unique_pair,
     "aten._unique2": _unique,
     "aten.unique_consecutive": _unique,

@@ -159,8 +159,8 @@ def _zero_grad(recorder: Recorder, trainable: list[nn.Parameter], step: int) -> 
 
 def _categorize_gradients(recorder: Recorder, trainable: list[nn.Parameter]) -> None:
     for parameter in trainable:
-        if parameter.grad is not None:
-            recorder.categorize(parameter.grad, "gradients", like=parameter)
+        for tensor in tensors_in(parameter.grad):
+            recorder.categorize(tensor, "gradients", like=parameter)
 
 
 def _optimize(

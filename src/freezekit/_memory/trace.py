@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from freezekit._collector import collector_of_new_objects
@@ -161,6 +162,9 @@ def _trace_real(
 def _failures(recorder: Recorder) -> Iterator[None]:
     """What fails inside is a TraceError with the module and the phase."""
     default_dtype = torch.get_default_dtype()
+    validates = Distribution._validate_args
+    # Distributions check their arguments' values, and take a stand-in's no for a wrong one.
+    Distribution.set_default_validate_args(value=False)
     try:
         yield
     except Exception as error:
@@ -172,6 +176,7 @@ def _failures(recorder: Recorder) -> Iterator[None]:
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
+        Distribution.set_default_validate_args(value=validates)
 
 
 def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
