@@ -371,3 +371,19 @@ def _state(model: nn.Module, inputs: torch.Tensor) -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         values(inputs),
     )
+
+
+def test_targets_without_data_beside_the_model() -> None:
+    """A loss may hold labels on the meta device, as the inputs may be."""
+    labels = torch.empty(64, dtype=torch.long, device="meta")
+    weights = torch.empty(2, device="meta")
+
+    def loss(outputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, labels, weight=weights)
+
+    on_meta = estimate_memory(mlp(), batch(), loss=loss)
+    real = torch.zeros(64, dtype=torch.long), torch.ones(2)
+    with_data = estimate_memory(
+        mlp(), batch(), loss=lambda out: nn.functional.cross_entropy(out, real[0], weight=real[1])
+    )
+    assert on_meta.peak_reserved == with_data.peak_reserved

@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocations: list[Allocation] = []
         self._events: list[Event] = []
         self._live: dict[int, int] = {}
+        self._meta_twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._closed = False
         self.values_assumed = 0
         self.sizes_assumed = 0
@@ -98,16 +99,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = stand_ins.grouped_product(args[0], args[1], (*args[2:], None)[0])
             self._note_results(operation, args, result)
             return result
+        result = self._run(func, args, kwargs or {})
+        self._note_results(operation, args, result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            result = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
             try:
-                result = stand_ins.sized(func, args, kwargs or {})
+                result = stand_ins.sized(func, args, kwargs)
             except KeyError:
                 raise error from None
             self.sizes_assumed += 1
-        self._note_results(operation, args, result)
-        return result
+            return result
+        except RuntimeError:
+            # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
+            if not any(_is_plain_meta(tensor) for tensor in tensors_in((args, kwargs))):
+                raise
+            args, kwargs = self._off_meta((args, kwargs))
+            return func(*args, **kwargs)
+
+    def _off_meta(self, value: Any) -> Any:
+        """Fake twins on the CPU for tensors on the meta device, always the same for the same."""
+        if isinstance(value, torch.Tensor) and _is_plain_meta(value):
+            if id(value) not in self._meta_twins:
+                # (The tensor is kept, or its id could become another's.)
+                twin = torch.empty_like(value, device="cpu")
+                self._meta_twins[id(value)] = value, twin
+                self.note(twin, "inputs")
+            return self._meta_twins[id(value)][1]
+        if isinstance(value, dict):
+            return {key: self._off_meta(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._off_meta(item) for item in value)
+        return value
 
     def _note_results(self, operation: str, args: tuple[Any, ...], result: Any) -> None:
         rules = self.device_rules
@@ -260,6 +286,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was seen; what is freed from now on (the model itself) is not part of it."""
         self._closed = True
         return EventStream(tuple(self._allocations), tuple(self._events))
+
+
+def _is_plain_meta(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.is_meta
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
