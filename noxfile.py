@@ -15,6 +15,8 @@ import nox
 ROOT = Path(__file__).parent
 CACHE = ROOT / ".nox" / "cache"
 CONSTRAINTS = ROOT / "constraints.txt"
+ACCURACY = ROOT / "benchmarks" / "accuracy_constraints.txt"
+ACCURACY_TRANSFORMERS = ROOT / "benchmarks" / "accuracy_transformers_constraints.txt"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
 nox.needs_version = ">=2025.5"
@@ -27,7 +29,10 @@ os.environ.setdefault("HF_HOME", str(CACHE / "huggingface"))
 
 # An environment is fresh as long as what it is made from is unchanged.
 FINGERPRINT = hashlib.sha256(
-    b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    b"".join(
+        file.read_bytes()
+        for file in (ROOT / "pyproject.toml", CONSTRAINTS, ACCURACY, ACCURACY_TRANSFORMERS)
+    )
 ).hexdigest()
 STAMP = "freezekit-fingerprint"
 
@@ -102,11 +107,31 @@ def four_combos(session: nox.Session) -> None:
     )
 
 
+def prepare_accuracy(session: nox.Session, constraints: Path, *requirements: str) -> None:
+    """Install the package beside the versions that made a table of measurements."""
+    if is_fresh(session.name):
+        return
+    session.install("-c", str(constraints), "-e", ".", *requirements)
+    (Path(session.virtualenv.location) / STAMP).write_text(FINGERPRINT)
+
+
 @nox.session(reuse_venv=is_fresh("accuracy"))
 def accuracy(session: nox.Session) -> None:
-    """Compare memory estimates with real runs on the CPU (`-- xmem FILE`: with measured peaks)."""
-    prepare(session, "test")
+    """Compare memory estimates with real runs on the CPU (`-- timm FILE`: with measurements)."""
+    prepare_accuracy(session, ACCURACY, "torchvision", "timm", "peft")
     session.run("python", "benchmarks/memory_accuracy.py", *(session.posargs or ["cpu"]))
+
+
+@nox.session(reuse_venv=is_fresh("accuracy_transformers"))
+def accuracy_transformers(session: nox.Session) -> None:
+    """The same with the transformers release that measured peaks are of (`-- xmem FILE`)."""
+    prepare_accuracy(session, ACCURACY_TRANSFORMERS)
+    if not session.posargs:
+        session.error("expected a table: nox -s accuracy_transformers -- xmem FILE")
+    session.run(
+        *("python", "benchmarks/memory_accuracy.py", *session.posargs),
+        *([] if "--family" in session.posargs else ["--family", "transformer"]),
+    )
 
 
 @nox.session(reuse_venv=is_fresh("bench"))

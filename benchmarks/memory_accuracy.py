@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -167,10 +168,13 @@ def run_timm(path: Path) -> int:
     return _report_failures(failures)
 
 
-def run_peft(path: Path) -> int:
+def run_peft(path: Path, skip: Sequence[str] = ()) -> int:
     """Estimate every adapter, at the length of rows that meets the full fine-tune."""
     with path.open(newline="") as file:
         rows = [read_experiment(record) for record in csv.DictReader(file)]
+    for row in [row for row in rows if row.peft_type in skip]:
+        console.print(f"skipped, as asked: {row.name}", markup=False)
+        rows.remove(row)
     full = [row for row in rows if row.peft_type == "FULL"]
     if not full:
         console.print(f"{path}: expected a row of peft_type FULL to fit the length to")
@@ -245,6 +249,13 @@ def main() -> int:
     timm.add_argument("file", type=Path)
     peft = commands.add_parser("peft", help="a table of peaks of frozen Llamas with adapters")
     peft.add_argument("file", type=Path)
+    peft.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="TYPE",
+        help="leave adapters of this type out (FROD decomposes every weight: many minutes)",
+    )
     arguments = parser.parse_args()
     # The models' own remarks about token ids and checkpoints say nothing about memory.
     warnings.simplefilter("ignore")
@@ -253,7 +264,7 @@ def main() -> int:
     if arguments.command == "timm":
         return run_timm(arguments.file)
     if arguments.command == "peft":
-        return run_peft(arguments.file)
+        return run_peft(arguments.file, arguments.skip)
     return run_xmem(arguments.file, arguments.family)
 
 
