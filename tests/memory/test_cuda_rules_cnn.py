@@ -57,7 +57,34 @@ def test_the_forward_copies_its_input_and_the_backward_both() -> None:
     )
     assert ahead / MIB / 128 == pytest.approx(12.251, rel=0.01)
     assert data / MIB / 128 == pytest.approx(24.501, rel=0.01)
-    assert weight / MIB / 128 == pytest.approx(24.52, rel=0.01)
+    assert weight / MIB / 128 == pytest.approx(24.55, rel=0.01)
+
+
+def test_the_gradient_of_a_weight_is_summed_in_parts() -> None:
+    """As many as fill 108 multiprocessors: each is a copy of the weight; wide ones fill them alone.
+
+    It decides whether the block that the other half of the backward left behind is large enough.
+    """
+    data, weight = convolution_workspaces(
+        "aten.convolution_backward", backward(WIDE, WIDE_OUTPUT, True, True), A100
+    )
+    weight_bytes = 4 * 64 * 64 * 9
+    assert weight - data == (108 // 5 - 1) * weight_bytes
+    wide = forward(meta(8, 512, 28, 28), meta(512, 512, 3, 3))
+    data, weight = convolution_workspaces(
+        "aten.convolution_backward", backward(wide, meta(8, 512, 28, 28), True, True), A100
+    )
+    assert weight == data
+
+
+@pytest.mark.parametrize(("kernel", "taken"), [(3, False), (7, True)])
+def test_images_are_read_as_they_are(kernel: int, taken: bool) -> None:
+    """In the backward only under small kernels: ResNet's first layer has 7 by 7."""
+    images = forward(meta(8, 3, 32, 32), meta(16, 3, kernel, kernel), 1, kernel // 2)
+    (weight,) = convolution_workspaces(
+        "aten.convolution_backward", backward(images, meta(8, 16, 32, 32), False, True), A100
+    )
+    assert (weight > 0) is taken
 
 
 def test_a_gradient_that_nobody_wants_takes_none() -> None:
@@ -137,7 +164,8 @@ def test_a_workspace_lives_between_the_results() -> None:
     ]
     data, weight, bias = images.nbytes, model.weight.nbytes, 4 * 8
     copies = 2 * data + weight
-    expected = [data, copies, -copies, weight, copies, -copies, bias]
+    partial = copies + 107 * weight
+    expected = [data, copies, -copies, weight, partial, -partial, bias]
     signed = [a.nbytes if is_alloc else -a.nbytes for a, is_alloc in events]
     assert signed[: len(expected)] == expected
     spaces = [a for a, _ in events if a.category == "workspaces"]

@@ -9,8 +9,10 @@ measured peaks bear out:
 * Half precision in NCHW: input and output are both copied, in all three directions; in
   channels-last nothing is.
 * fp32 where TF32 is much faster than fp32 (compute capability 8.0, 9.0, 10.0): the forward copies
-  its input, the backward both. Images of up to 4 channels are read as they are in the forward, and
-  kernels of one pixel are plain matrix products, for which measured peaks show no copy.
+  its input, the backward both. The gradient of the weight sums over all pixels, in as many parts as
+  fill the GPU: each has a copy of the weight. Images of up to 4 channels are read as they are, in
+  the backward only under kernels of up to 3 by 3; and kernels of one pixel are plain matrix
+  products, for which measured peaks show no copy.
 * fp32 elsewhere: kernels without tensor cores hold their own, and these need next to nothing.
 * What another choice may take (``cudnn.benchmark``, a card where the answers are mixed) is told
   beside: copies of input and output, twice for a search that tries several.
@@ -30,8 +32,11 @@ __all__ = ["convolution_workspaces"]
 
 Direction = Literal["forward", "backward_data", "backward_filter"]
 
-# TF32 at eight times the rate of fp32 (on 8.6, 8.9 and 12.0 it is at most twice).
-_FAST_TF32 = frozenset({(8, 0), (9, 0), (10, 0)})
+# Multiprocessors of the GPUs with TF32 at eight times the rate of fp32 (on 8.6, 8.9 and 12.0 it is
+# at most twice): A100, H100, B200.
+_FAST_TF32 = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+# Rows and columns of the weight's gradient that one thread block of the usual kernels computes.
+_TILE = 128
 _HALF = (torch.float16, torch.bfloat16)
 _IMAGE_CHANNELS = 4
 
@@ -47,20 +52,20 @@ def convolution_workspaces(
     """
     if operation == "aten.convolution":
         data, weight = args[0], args[1]
-        stride, transposed, groups = args[3], args[6], args[8]
+        transposed, groups = args[6], args[8]
         output = _output_shape(data, weight, args)
         direction: Direction = "backward_data" if transposed else "forward"
-        return (_workspace(direction, data, weight, output, stride, groups, capability),)
+        return (_workspace(direction, data, weight, output, groups, capability),)
     if operation != "aten.convolution_backward":
         return ()
     gradient, data, weight = args[0], args[1], args[2]
-    stride, transposed, groups, mask = args[4], args[7], args[9], args[10]
+    transposed, groups, mask = args[7], args[9], args[10]
     directions: tuple[Direction, ...] = (
         "forward" if transposed else "backward_data",
         "backward_filter",
     )
     return tuple(
-        _workspace(direction, data, weight, gradient.shape, stride, groups, capability)
+        _workspace(direction, data, weight, gradient.shape, groups, capability)
         for direction, wanted in zip(directions, mask, strict=False)
         if wanted
     )
@@ -71,7 +76,6 @@ def _workspace(
     data: torch.Tensor,
     weight: torch.Tensor,
     output: Sequence[int],
-    stride: Sequence[int],
     groups: int,
     capability: tuple[int, int],
 ) -> tuple[int, int]:
@@ -82,12 +86,25 @@ def _workspace(
     both = sum(_copy_bytes(shape, data.itemsize) for shape in (weight.shape, data.shape, output))
     if half:
         return (both if capability >= (7, 0) else 0), both
-    if capability not in _FAST_TF32 or _is_pointwise(weight, stride):
+    space = weight.shape[2:]
+    if capability not in _FAST_TF32 or prod(space) == 1:
         return 0, both
-    if direction != "forward":
-        return both, both
-    image = data.shape[1] <= _IMAGE_CHANNELS
-    return (0 if image else both - _copy_bytes(output, data.itemsize)), both
+    if data.shape[1] <= _IMAGE_CHANNELS:
+        return (0 if direction == "forward" or max(space) <= 3 else both), both
+    taken = both
+    if direction == "forward":
+        taken -= _copy_bytes(output, data.itemsize)
+    elif direction == "backward_filter" and groups == 1:
+        more = _parts(weight.shape, _FAST_TF32[capability]) - 1
+        taken += more * _copy_bytes(weight.shape, data.itemsize)
+    return taken, both
+
+
+def _parts(weight: Sequence[int], multiprocessors: int) -> int:
+    """In how many parts the gradient of a weight is summed, so that they fill the GPU."""
+    outputs, *inputs = weight
+    blocks = -(-outputs // _TILE) * -(-prod(inputs) // _TILE)
+    return max(1, multiprocessors // blocks)
 
 
 def _copy_bytes(shape: Sequence[int], itemsize: int) -> int:
@@ -102,10 +119,6 @@ def _is_channels_last(data: torch.Tensor) -> bool:
 
 def _is_depthwise(data: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     return groups > 1 and groups == data.shape[1] and weight.shape[0] % groups == 0
-
-
-def _is_pointwise(weight: torch.Tensor, stride: Sequence[int]) -> bool:
-    return prod(weight.shape[2:]) == 1 and all(step == 1 for step in stride)
 
 
 def _output_shape(data: torch.Tensor, weight: torch.Tensor, args: Sequence[Any]) -> list[int]:
