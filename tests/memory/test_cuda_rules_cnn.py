@@ -65,13 +65,13 @@ def test_the_gradient_of_a_weight_is_summed_in_parts() -> None:
 
     It decides whether the block that the other half of the backward left behind is large enough.
     """
-    data, weight = convolution_workspaces(
+    (data, _), (weight, _) = convolution_workspaces(
         "aten.convolution_backward", backward(WIDE, WIDE_OUTPUT, True, True), A100
     )
     weight_bytes = 4 * 64 * 64 * 9
     assert weight - data == (108 // 5 - 1) * weight_bytes
     wide = forward(meta(8, 512, 28, 28), meta(512, 512, 3, 3))
-    data, weight = convolution_workspaces(
+    (data, _), (weight, _) = convolution_workspaces(
         "aten.convolution_backward", backward(wide, meta(8, 512, 28, 28), True, True), A100
     )
     assert weight == data
@@ -81,7 +81,7 @@ def test_the_gradient_of_a_weight_is_summed_in_parts() -> None:
 def test_images_are_read_as_they_are(kernel: int, taken: bool) -> None:
     """In the backward only under small kernels: ResNet's first layer has 7 by 7."""
     images = forward(meta(8, 3, 32, 32), meta(16, 3, kernel, kernel), 1, kernel // 2)
-    (weight,) = convolution_workspaces(
+    ((weight, _),) = convolution_workspaces(
         "aten.convolution_backward", backward(images, meta(8, 16, 32, 32), False, True), A100
     )
     assert (weight > 0) is taken
