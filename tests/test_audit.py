@@ -15,7 +15,7 @@ from torch import nn
 
 import freezekit as fk
 from conftest import CompareGolden
-from freezekit._audit.checks import DEFAULT_CHECKS
+from freezekit import DEFAULT_CHECKS
 from freezekit._audit.findings import Severity
 from freezekit._audit.tree import ModuleRow
 from freezekit.errors import AuditFailedError, FreezekitWarning, UnmatchedPatternError

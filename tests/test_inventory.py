@@ -399,21 +399,16 @@ def test_above_children_the_name_tells_statistics_from_constants(name: str, expe
 
 
 def test_a_module_without_parameters_belongs_to_what_surrounds_it() -> None:
-    """BatchNorm without affine is frozen when the smallest block around it that has any is."""
+    """BatchNorm without affine goes with the smallest block around it that has parameters."""
     block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
-    block.requires_grad_(requires_grad=False)
     inventory = take_inventory(nn.Sequential(block, nn.Linear(2, 1)))
     (at,) = (i for i, info in enumerate(inventory.modules) if info.fqn == "0.1")
     assert inventory.enclosing_parameters(at) == {0, 1}
-    assert inventory.is_frozen(at)
-    assert not inventory.is_frozen(0)
 
 
-def test_nothing_is_frozen_where_there_are_no_parameters() -> None:
-    """A model without parameters has no frozen part."""
-    inventory = take_inventory(nn.Dropout())
-    assert inventory.enclosing_parameters(0) == set()
-    assert not inventory.is_frozen(0)
+def test_nothing_surrounds_where_there_are_no_parameters() -> None:
+    """A model without parameters has no part that has any."""
+    assert take_inventory(nn.Dropout()).enclosing_parameters(0) == set()
 
 
 def test_a_buffer_under_two_names_counts_once() -> None:

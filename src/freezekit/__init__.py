@@ -3,7 +3,7 @@
 ===============  ==========================================================================
 freeze           `freeze`, `unfreeze`, `train_only`, `frozen`; `select` is the dry run
 keep             `freeze_state`, `load_freeze_state`: the freeze as JSON, for checkpoints
-look             `audit`: what learns, what does not, and what is wrong
+look             `audit`: what learns, what does not, and what is wrong; `audit_step` runs a step
 plan             `estimate_memory`: what a training step takes on a GPU that need not be here;
                  `max_batch_size`: the largest batch that fits; `measure_memory`: a real run
 ===============  ==========================================================================
@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from freezekit._version import __version__
 
 if TYPE_CHECKING:
-    from freezekit._audit import AuditReport, Finding, audit
+    from freezekit._audit import (
+        DEFAULT_CHECKS,
+        DEFAULT_STEP_CHECKS,
+        AuditContext,
+        AuditReport,
+        Finding,
+        audit,
+        audit_step,
+    )
     from freezekit._context import frozen
     from freezekit._freeze import freeze, train_only, unfreeze
     from freezekit._freeze_report import FreezeReport
@@ -27,6 +35,9 @@ if TYPE_CHECKING:
     from freezekit._state import FreezeState, freeze_state, load_freeze_state
 
 __all__ = [
+    "DEFAULT_CHECKS",
+    "DEFAULT_STEP_CHECKS",
+    "AuditContext",
     "AuditReport",
     "BatchSizeEstimate",
     "Finding",
@@ -37,6 +48,7 @@ __all__ = [
     "Selection",
     "__version__",
     "audit",
+    "audit_step",
     "estimate_memory",
     "freeze",
     "freeze_state",
@@ -52,8 +64,11 @@ __all__ = [
 # Where each name is found when it is first asked for: a script pays for what it uses. (Fake
 # tensors, which an estimate needs, bring in half of the compiler.)
 _FOUND_IN = {
+    "AuditContext": "_audit",
     "AuditReport": "_audit",
     "BatchSizeEstimate": "_memory.batch_size",
+    "DEFAULT_CHECKS": "_audit",
+    "DEFAULT_STEP_CHECKS": "_audit",
     "Finding": "_audit",
     "FreezeReport": "_freeze_report",
     "FreezeState": "_state",
@@ -61,6 +76,7 @@ _FOUND_IN = {
     "MemoryEstimate": "_memory.memory_report",
     "Selection": "_selection",
     "audit": "_audit",
+    "audit_step": "_audit",
     "estimate_memory": "_memory.estimate",
     "freeze": "_freeze",
     "freeze_state": "_state",

@@ -56,13 +56,23 @@ class ParameterInfo(NamedTuple):
 
 
 class BufferInfo(NamedTuple):
-    """One buffer under its first name; ``owner`` is the index of the module that holds it."""
+    """One buffer under its first name.
+
+    Attributes:
+        fqn: its first name.
+        shape: its shape.
+        dtype: as stored.
+        nbytes: its bytes.
+        owner: index of the module that holds it.
+        saved: whether it is part of the state dict.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     owner: int
+    saved: bool
 
 
 class NamedEntry(NamedTuple):
@@ -179,11 +189,6 @@ class Inventory:
                 return self.subtree_parameters(index)
             index = info.parent
         return set()
-
-    def is_frozen(self, index: int) -> bool:
-        """Whether all parameters in, or else right around, ``modules[index]`` are frozen."""
-        around = self.enclosing_parameters(index)
-        return bool(around) and not any(self.parameters[i].requires_grad for i in around)
 
 
 def take_inventory(model: nn.Module) -> Inventory:
@@ -304,7 +309,7 @@ class _Walk:
                 self.seen_buffers.add(id(buffer))
                 size = measure(buffer)
                 fqn = _join(info.fqn, name)
-                self.buffers.append(BufferInfo(fqn, size[0], buffer.dtype, size[2], owner))
+                self.buffers.append(BufferInfo(fqn, size[0], buffer.dtype, size[2], owner, saved))
 
     def close(self) -> Inventory:
         leader = shared_memory(self.tensors)

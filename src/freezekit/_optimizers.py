@@ -21,6 +21,7 @@ __all__ = [
     "check_group",
     "check_optimizer",
     "drop_from_groups",
+    "tensor_bytes",
 ]
 
 # Of a group, in parallel.
@@ -98,7 +99,7 @@ def drop_from_groups(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> t
     leaving = {id(tensor): tensor for tensor in tensors}
     removed = _leave_groups(optimizer, leaving.keys())
     dropped = [optimizer.state.pop(t) for t in leaving.values() if t in optimizer.state]
-    return removed, sum(_tensor_bytes(state) for state in dropped)
+    return removed, sum(tensor_bytes(state) for state in dropped)
 
 
 def _leave_groups(optimizer: Optimizer, leaving: Collection[int]) -> int:
@@ -112,13 +113,14 @@ def _leave_groups(optimizer: Optimizer, leaving: Collection[int]) -> int:
     return removed
 
 
-def _tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a nest of mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.itemsize
     if isinstance(value, Mapping):
-        return sum(map(_tensor_bytes, value.values()))
+        return sum(map(tensor_bytes, value.values()))
     if isinstance(value, list | tuple):
-        return sum(map(_tensor_bytes, value))
+        return sum(map(tensor_bytes, value))
     return 0
 
 

@@ -14,7 +14,7 @@ from freezekit._modes import held_by
 from freezekit._plan import Plan, inventory_to_change
 from freezekit.errors import FreezeStateError
 
-__all__ = ["FreezeState", "freeze_state", "load_freeze_state"]
+__all__ = ["FreezeState", "check_state", "freeze_state", "load_freeze_state"]
 
 _SCHEMA = "freezekit.FreezeState/1"
 
@@ -83,7 +83,7 @@ def load_freeze_state(model: nn.Module, state: FreezeState | Mapping[str, Any]) 
         FreezeStateError: not a freeze state; names differ (all differences are listed); or two
             names of one tensor disagree. Nothing is changed then.
     """
-    checked = _check_state(state)
+    checked = check_state(state)
     with collector_paused():
         inventory = inventory_to_change(model)
     flags = _match_flags(inventory, checked)
@@ -103,7 +103,8 @@ def load_freeze_state(model: nn.Module, state: FreezeState | Mapping[str, Any]) 
     return report
 
 
-def _check_state(state: object) -> FreezeState:
+def check_state(state: object) -> FreezeState:
+    """The state, if it is one that `freeze_state` could have returned; else FreezeStateError."""
     if not isinstance(state, Mapping) or "schema" not in state:
         kind = type(state).__name__
         raise FreezeStateError(f"expected what freeze_state() returns, got a {kind} without schema")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import math
 from typing import Literal, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Layout", "measure", "shared_memory", "why_untrainable"]
+__all__ = ["Layout", "is_gradient_mask", "measure", "shared_memory", "why_untrainable"]
 
 Layout: TypeAlias = Literal["dense", "lazy", "sharded", "packed"]
 
@@ -131,3 +132,47 @@ def why_untrainable(tensor: torch.Tensor) -> str:
     if not is_lazy(tensor) and tensor.is_inference():
         return "it was made under torch.inference_mode(): clone it outside"
     return ""
+
+
+# -- hooks on a tensor's gradient ----------------------------------------------------------------
+
+_MASKING = frozenset(
+    {"index_fill", "index_fill_", "masked_fill", "masked_fill_", "where", "zero_", "zeros_like"}
+)
+
+
+def is_gradient_mask(tensor: torch.Tensor) -> bool:
+    """Whether a hook on the tensor's gradient looks as if it masked part of it.
+
+    The hook is read, not called: it has a tensor at hand (a mask), assigns to parts, or fills.
+    """
+    # Private, since nothing public lists a tensor's hooks.
+    hooks = getattr(tensor, "_backward_hooks", None) or {}
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return any(_masks(hook) for hook in (*hooks.values(), *after.values()))
+
+
+def _masks(hook: object) -> bool:
+    owner = getattr(hook, "__self__", None)
+    inner = getattr(hook, "func", hook)
+    function = getattr(inner, "__func__", inner)
+    if not hasattr(function, "__code__") and callable(function):
+        owner, function = function, type(function).__call__
+    at_hand = [
+        *getattr(hook, "args", ()),
+        *getattr(hook, "keywords", {}).values(),
+        *(getattr(function, "__defaults__", None) or ()),
+        *(vars(owner).values() if hasattr(owner, "__dict__") else ()),
+    ]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            at_hand.append(cell.cell_contents)
+        except ValueError:  # an empty cell
+            continue
+    if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in at_hand):
+        return True
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    stores = any(instruction.opname == "STORE_SUBSCR" for instruction in dis.get_instructions(code))
+    return stores or not _MASKING.isdisjoint(code.co_names)

@@ -6,13 +6,25 @@ Wrappers are recognised by the names of their classes, so that none of their pac
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["eager", "has_compiled_code", "is_transparent", "reshard"]
+__all__ = [
+    "checkpoints_reentrantly",
+    "eager",
+    "flags_compiled_for",
+    "gradients_ddp_expects",
+    "has_compiled_code",
+    "is_compiled",
+    "is_kind",
+    "is_transparent",
+    "parameters_ddp_ignores",
+    "reshard",
+]
 
 # Child names that only ever come from a wrapper (torch.compile, FSDP1, activation checkpointing).
 _WRAPPER_CHILDREN = frozenset(
@@ -107,3 +119,85 @@ def has_compiled_code(model: nn.Module) -> bool:
 def _frame_makers() -> list[Callable[[Callable[..., Any]], Any]]:
     utilities = sys.modules.get("torch._dynamo.external_utils")
     return [] if utilities is None else [utilities.wrap_inline]
+
+
+# -- what wrappers remember ----------------------------------------------------------------------
+
+
+def is_kind(module: nn.Module, *names: str) -> bool:
+    """Whether the module's class, or a base of it, is called so."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+def gradients_ddp_expects(module: nn.Module) -> tuple[int, int] | None:
+    """Tensors, and their bytes, that a DistributedDataParallel was built to reduce.
+
+    Private, since nothing public tells what its reducer was built for. None if it does not tell.
+    """
+    if not is_kind(module, "DistributedDataParallel"):
+        return None
+    try:
+        data = module._get_ddp_logging_data()  # type: ignore[operator]
+        return int(data["num_parameter_tensors"]), int(data["total_parameter_size_bytes"])
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        return None
+
+
+def parameters_ddp_ignores(module: nn.Module) -> frozenset[str]:
+    """Raw names of the parameters that a DistributedDataParallel was told to leave alone."""
+    return frozenset(getattr(module, "parameters_to_ignore", ()))
+
+
+_GUARD = re.compile(
+    r"check_tensor\(L\['\w+'\]((?:\._modules\['[^']+'\])*)\._parameters\['([^']+)'\],"
+    r".*?requires_grad=(True|False)"
+)
+_COMPONENT = re.compile(r"\._modules\['([^']+)'\]")
+
+
+def flags_compiled_for(module: nn.Module) -> list[dict[str, bool]]:
+    """For each compiled form of a module: its parameters' names, and the flags it was made for.
+
+    Private, and read from the text of the compiler's guards, since nothing public tells: an empty
+    list where the text cannot be read, or nothing was compiled.
+    """
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return []
+    inner = module._orig_mod if isinstance(module, eval_frame.OptimizedModule) else module
+    codes = {getattr(type(inner).forward, "__code__", None)}
+    codes |= {wrap(len).__code__ for wrap in _frame_makers()}
+    codes |= {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+    known = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    found = []
+    for code in codes:
+        for entry in eval_frame._debug_get_cache_entry_list(code) if code is not None else ():
+            flags = {
+                ".".join((*_COMPONENT.findall(path), name)): flag == "True"
+                for path, name, flag in _GUARD.findall(str(entry.guard_manager))
+            }
+            if flags and flags.keys() <= known:
+                found.append(flags)
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was put around the module, or ``module.compile()`` called on it."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return False
+    return isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def checkpoints_reentrantly(module: nn.Module) -> bool:
+    """Whether the module runs what is in it under a reentrant checkpoint.
+
+    That is transformers' ``gradient_checkpointing_enable`` with ``use_reentrant=True``, and torch's
+    and fairscale's checkpoint wrappers.
+    """
+    function = vars(module).get("_gradient_checkpointing_func")
+    if function is not None and vars(module).get("gradient_checkpointing"):
+        keywords = getattr(function, "keywords", None) or {}
+        return bool(keywords.get("use_reentrant", False))
+    implementation = vars(module).get("checkpoint_impl")
+    return getattr(implementation, "name", "") == "REENTRANT"

@@ -408,10 +408,10 @@ def test_mend_of_active_dropout_is_code_that_works(name: str) -> None:
     """The code that audit proposes against active dropout runs, and mends it (B6)."""
     model = nested(name, nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
     freeze(model, name)
-    (finding,) = audit(model).findings
+    (finding,) = (finding for finding in audit(model).findings if finding.code == "FK203")
     code = finding.mend.partition("model.train(): ")[2].removesuffix(".")
     exec(code, {"model": model})  # the mend is for the user to run
-    assert audit(model).findings == ()
+    assert "FK203" not in {finding.code for finding in audit(model).findings}
 
 
 # -- B9, B10: what the optimizer still does ----------------------------------------------------

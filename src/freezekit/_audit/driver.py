@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
-from freezekit._audit.checks import DEFAULT_CHECKS, code_of
+from freezekit._audit.checks import DEFAULT_CHECKS, Check
 from freezekit._audit.context import AuditContext
-from freezekit._audit.findings import SEVERITIES
+from freezekit._audit.expectation import ExpectedTrainable, resolve_expectation
+from freezekit._audit.findings import Finding
 from freezekit._audit.report import AuditReport
+from freezekit._audit.running import check_codes, run_checks
 from freezekit._audit.tree import module_rows
 from freezekit._collector import collector_paused
+from freezekit._inventory import take_inventory
+from freezekit.errors import OptimizerError
 
-__all__ = ["audit"]
+__all__ = ["Optimizers", "audit", "check_optimizers", "make_context", "make_report"]
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
+def audit(
+    model: nn.Module,
+    *,
+    optimizer: Optimizers = None,
+    expect_trainable: ExpectedTrainable | None = None,
+    checks: Iterable[Check] = DEFAULT_CHECKS,
+    ignore: Iterable[str] = (),
+) -> AuditReport:
     """Tell what learns in ``model``, what does not, and what is wrong.
 
     >>> from torch import nn
@@ -27,10 +42,19 @@ def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
     >>> report.trainable, report.frozen, [finding.code for finding in report.findings]
     (10, 28, ['FK201'])
 
-    The model is looked at, never run and never changed.
+    The model is looked at, never run and never changed. In a test or in CI, write
+    ``audit(model, expect_trainable="head").raise_for("error")``.
 
     Args:
         model: any ``nn.Module``, frozen by whatever means, on any device.
+        optimizer: the optimizer that trains it, or several: also checks that groups and state are
+            in
+            step with the model, by identity.
+        expect_trainable: what is meant to be trainable: patterns as for :func:`freezekit.freeze`,
+            or
+            what :func:`freezekit.freeze_state` returned before. Anything else is an error (FK102).
+        checks: the checks to run; your own are added as ``(*DEFAULT_CHECKS, mine)``. Each is a
+            function of an :class:`AuditContext` that yields :class:`Finding` values.
         ignore: codes of findings to leave out, such as ``("FK203",)``.
 
     Returns:
@@ -39,26 +63,70 @@ def audit(model: nn.Module, *, ignore: Iterable[str] = ()) -> AuditReport:
 
     Raises:
         UnsupportedModelError: not a module, or a ScriptModule.
+        OptimizerError: ``optimizer`` is none.
+        PatternError, UnmatchedPatternError, FreezeStateError: ``expect_trainable`` is malformed, or
+            names what is not there.
+        TypeError: a check is not callable.
         ValueError: ``ignore`` names a code that no check has.
     """
-    ignored = frozenset([ignore] if isinstance(ignore, str) else ignore)
-    known = {code for check in DEFAULT_CHECKS if (code := code_of(check))}
-    for code in ignored - known:
-        raise ValueError(f"ignore: expected codes such as 'FK203', got {code!r}")
+    checks = tuple(checks)
+    ignored = check_codes(checks, ignore)
     with collector_paused():
-        return _report(AuditContext(model), ignored)
+        context = make_context(model, optimizer, expect_trainable)
+        return make_report(context, run_checks(context, checks, ignored))
 
 
-def _report(context: AuditContext, ignored: frozenset[str]) -> AuditReport:
-    findings = [finding for check in DEFAULT_CHECKS for finding in check(context)]
-    findings = [finding for finding in findings if finding.code not in ignored]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+def make_context(
+    model: nn.Module, optimizer: Optimizers, expect_trainable: ExpectedTrainable | None
+) -> AuditContext:
+    """The context of a static audit; see :func:`audit` for what is raised."""
+    optimizers = check_optimizers(optimizer)
+    inventory = take_inventory(model)
+    expected = None
+    if expect_trainable is not None:
+        expected = resolve_expectation(inventory, expect_trainable)
+    return AuditContext(model, inventory, optimizers, expected)
+
+
+def check_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
+    """The optimizers as a tuple.
+
+    Raises:
+        OptimizerError: something is none.
+    """
+    if optimizer is None:
+        return ()
+    several = isinstance(optimizer, Sequence)
+    found = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    for item in found:
+        groups = getattr(item, "param_groups", None)
+        if isinstance(item, Optimizer) or (
+            isinstance(groups, list) and isinstance(getattr(item, "state", None), Mapping)
+        ):
+            continue
+        kind = item.__name__ if inspect.isclass(item) else type(item).__name__
+        inner = getattr(item, "optimizer", None)
+        hint = "; its attribute .optimizer is one: pass that" if _is_optimizer(inner) else ""
+        hint = hint or ("; make an instance of it" if inspect.isclass(item) else "")
+        where = "one of several: " if several else ""
+        raise OptimizerError(
+            f"optimizer: {where}expected a torch.optim.Optimizer, got {kind}{hint}"
+        )
+    return found
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, Optimizer)
+
+
+def make_report(context: AuditContext, findings: tuple[Finding, ...]) -> AuditReport:
+    """The report of a model and of what was found."""
     inventory = context.inventory
     parameters = inventory.parameters
     return AuditReport(
         model=inventory.modules[0].type_name,
         rows=module_rows(inventory),
-        findings=tuple(findings),
+        findings=findings,
         tied=tuple((info.fqn, *info.aliases) for info in parameters if info.aliases),
         tensors=len(parameters),
         trainable_tensors=sum(info.requires_grad for info in parameters),
@@ -70,4 +138,5 @@ def _report(context: AuditContext, ignored: frozenset[str]) -> AuditReport:
         uninitialized=tuple(info.fqn for info in parameters if info.layout == "lazy"),
         sharded=sum(info.layout == "sharded" for info in parameters),
         packed=sum(info.layout == "packed" for info in parameters),
+        step=context.step.summary() if context.step is not None else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from freezekit._audit.findings import SEVERITIES, Finding, Severity
+from freezekit._audit.step.record import StepSummary
 from freezekit._audit.tree import ModuleRow
 from freezekit._fold import fold_names
 from freezekit._format import format_bytes, format_count, format_percent, plural, shorten
@@ -34,6 +35,7 @@ class AuditReport(Report):
         uninitialized: FQNs of lazy parameters; the counts are lower bounds then.
         sharded: tensors that are sharded (counted whole).
         packed: tensors that are packed, such as 4-bit (elements unpacked, bytes packed).
+        step: the step that was run, in figures; ``None`` from :func:`freezekit.audit`.
     """
 
     model: str
@@ -50,6 +52,7 @@ class AuditReport(Report):
     uninitialized: tuple[str, ...] = field(repr=False)
     sharded: int
     packed: int
+    step: StepSummary | None = None
 
     @property
     def total(self) -> int:
@@ -152,6 +155,7 @@ class AuditReport(Report):
         found = ", ".join(plural(n, severity) for severity, n in count.items() if n)
         return (
             f"findings: {found or 'none'}",
+            *(() if self.step is None else (_step_line(self.step),)),
             f"total: {self.total:,} parameters in {plural(self.tensors, 'tensor')}, "
             f"{format_bytes(self.parameter_bytes)}; buffers {format_bytes(self.buffer_bytes)}",
             f"trainable: {self.trainable:,} in {plural(self.trainable_tensors, 'tensor')}, "
@@ -181,3 +185,13 @@ def _finding_lines(finding: Finding) -> list[str]:
     lines.append(f"  cause: {finding.cause}")
     lines.append(f"  mend:  {finding.mend}")
     return lines
+
+
+def _step_line(step: StepSummary) -> str:
+    steps = plural(step.optimizer_steps, "optimizer step")
+    return (
+        f"step: {1000 * step.seconds:,.0f} ms, watched {1000 * step.watched_seconds:,.0f} ms; "
+        f"{plural(step.gradients, 'gradient')}, {steps}; snapshot ({step.snapshot}) "
+        f"{format_bytes(step.snapshot_bytes)}; "
+        f"{'everything put back' if step.restored else 'left as it is after the step'}"
+    )
