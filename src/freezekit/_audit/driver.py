@@ -13,7 +13,7 @@ from freezekit._audit.context import AuditContext
 from freezekit._audit.expectation import ExpectedTrainable, resolve_expectation
 from freezekit._audit.findings import Finding
 from freezekit._audit.report import AuditReport
-from freezekit._audit.running import check_codes, run_checks
+from freezekit._audit.running import check_codes, check_doc, run_checks
 from freezekit._audit.tree import module_rows
 from freezekit._collector import collector_paused
 from freezekit._inventory import take_inventory
@@ -73,7 +73,7 @@ def audit(
     ignored = check_codes(checks, ignore)
     with collector_paused():
         context = make_context(model, optimizer, expect_trainable)
-        return make_report(context, run_checks(context, checks, ignored))
+        return make_report(context, run_checks(context, checks, ignored), checks)
 
 
 def make_context(
@@ -119,8 +119,12 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, Optimizer)
 
 
-def make_report(context: AuditContext, findings: tuple[Finding, ...]) -> AuditReport:
+def make_report(
+    context: AuditContext, findings: tuple[Finding, ...], checks: Iterable[Check]
+) -> AuditReport:
     """The report of a model and of what was found."""
+    found = {finding.code for finding in findings}
+    docs = [doc for check in checks if (doc := check_doc(check)) and doc.code in found]
     inventory = context.inventory
     parameters = inventory.parameters
     return AuditReport(
@@ -138,5 +142,6 @@ def make_report(context: AuditContext, findings: tuple[Finding, ...]) -> AuditRe
         uninitialized=tuple(info.fqn for info in parameters if info.layout == "lazy"),
         sharded=sum(info.layout == "sharded" for info in parameters),
         packed=sum(info.layout == "packed" for info in parameters),
+        docs=tuple((doc.code, doc) for doc in docs),
         step=context.step.summary() if context.step is not None else None,
     )

@@ -10,7 +10,7 @@ from freezekit._fold import fold_names, is_number
 from freezekit._selection import resolve
 from freezekit.errors import FreezekitError
 
-__all__ = ["as_argument", "as_attribute", "eval_code", "mode_code", "outermost_frozen"]
+__all__ = ["as_argument", "as_attribute", "eval_code", "mode_code", "outermost_frozen", "raw_names"]
 
 
 def as_argument(context: AuditContext, fqns: Sequence[str]) -> str:
@@ -67,12 +67,17 @@ def outermost_frozen(context: AuditContext, indices: Iterable[int]) -> tuple[int
 
 def eval_code(context: AuditContext, indices: Iterable[int]) -> str:
     """Code that puts these modules into eval mode."""
-    return mode_code([context.inventory.modules[index].fqn for index in indices], "eval")
+    return mode_code(context, indices, "eval")
 
 
-def mode_code(fqns: Iterable[str], mode: str) -> str:
-    """Code that calls ``.eval()`` or ``.train()`` on the modules of these names."""
-    outermost = list(fqns)
+def raw_names(context: AuditContext, indices: Iterable[int]) -> tuple[str, ...]:
+    """The modules' names as ``model.get_submodule`` has them, a wrapper's components included."""
+    return tuple(context.inventory.modules[index].raw for index in indices)
+
+
+def mode_code(context: AuditContext, indices: Iterable[int], mode: str) -> str:
+    """Code that calls ``.eval()`` or ``.train()`` on these modules."""
+    outermost = raw_names(context, indices)
     if "" in outermost:
         return f"model.{mode}()"
     folded = fold_names(outermost)

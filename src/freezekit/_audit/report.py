@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import json
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote
 
 from freezekit._audit.findings import SEVERITIES, Finding, Severity
+from freezekit._audit.running import CheckDoc
+from freezekit._audit.sarif import to_sarif
 from freezekit._audit.step.record import StepSummary
 from freezekit._audit.tree import ModuleRow
 from freezekit._fold import fold_names
@@ -14,6 +24,8 @@ from freezekit._tables import Column, Section, Table
 from freezekit.errors import AuditFailedError
 
 __all__ = ["AuditReport"]
+
+_PAGE = '<!doctype html>\n<meta charset="utf-8">\n<title>audit of {title}</title>\n{body}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +47,7 @@ class AuditReport(Report):
         uninitialized: FQNs of lazy parameters; the counts are lower bounds then.
         sharded: tensors that are sharded (counted whole).
         packed: tensors that are packed, such as 4-bit (elements unpacked, bytes packed).
+        docs: for each code that was found, what its check's docstring says.
         step: the step that was run, in figures; ``None`` from :func:`freezekit.audit`.
     """
 
@@ -52,6 +65,7 @@ class AuditReport(Report):
     uninitialized: tuple[str, ...] = field(repr=False)
     sharded: int
     packed: int
+    docs: tuple[tuple[str, CheckDoc], ...] = field(default=(), repr=False, compare=False)
     step: StepSummary | None = None
 
     @property
@@ -82,6 +96,64 @@ class AuditReport(Report):
                 lines.append(f"  {finding.code} {finding.severity}: {finding.title}{where}")
                 lines.append(f"    {finding.cause} {finding.mend}")
             raise AuditFailedError("\n".join(lines), self)
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sarif(self, *, file: str | None = None, line: int = 1) -> dict[str, Any]:
+        """The findings as a SARIF 2.1.0 log, which code hosts show beside the code.
+
+        Args:
+            file: the file in which they are to be shown, relative to the repository's root, such as
+                ``"train.py"``. Hosts show nothing without one.
+            line: the line in it, from 1.
+
+        Raises:
+            ValueError: an absolute path, one that leaves the repository, or a line below 1.
+        """
+        if line < 1:
+            raise ValueError(f"line: expected 1 or more, got {line!r}")
+        if file is not None:
+            path = PurePosixPath(file.replace("\\", "/"))
+            if not file or path.is_absolute() or ".." in path.parts or ":" in file:
+                raise ValueError(
+                    f"file: expected a path relative to the repository's root, such as "
+                    f"'src/train.py', got {file!r}"
+                )
+            file = quote(str(path))
+        return to_sarif(self.model, self.findings, dict(self.docs), file, line)
+
+    def write(self, path: str | PathLike[str], *, file: str | None = None, line: int = 1) -> None:
+        """Write the report; the suffix tells how: ``.json``, ``.sarif``, ``.html`` or ``.txt``.
+
+        It is written beside and then renamed, so that no half of it is ever read.
+
+        Args:
+            path: where to.
+            file: as for :meth:`to_sarif`.
+            line: as for :meth:`to_sarif`.
+
+        Raises:
+            ValueError: another suffix.
+        """
+        target = Path(path)
+        kinds: dict[str, Callable[[], str]] = {
+            ".json": self.to_json,
+            ".sarif": lambda: json.dumps(self.to_sarif(file=file, line=line), indent=2),
+            ".html": lambda: _PAGE.format(title=html.escape(self.model), body=self._repr_html_()),
+            ".txt": lambda: str(self),
+        }
+        make = kinds.get(target.suffix)
+        if make is None:
+            raise ValueError(f"path: expected a suffix of {', '.join(kinds)}, got {target.name!r}")
+        text = make()
+        beside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            beside.write_text(text + "\n", encoding="utf-8")
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
 
     def _sections(self) -> tuple[Section, ...]:
         share = format_percent(self.trainable, self.total)

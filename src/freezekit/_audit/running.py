@@ -15,10 +15,11 @@ __all__ = ["CHECK_FAILED", "CheckDoc", "check_codes", "check_doc", "run_checks"]
 CHECK_FAILED = "FK001"
 
 _DOC = re.compile(r"(?P<code>[A-Z]+\d+): (?P<summary>.*?)(?:\n\s*\n(?P<body>.*))?\Z", re.DOTALL)
+_ROLE = re.compile(r":\w+:`([^`]+)`")
 
 
 class CheckDoc(NamedTuple):
-    """A check's docstring: its code, one sentence, and why it matters."""
+    """A check's docstring, as Markdown: its code, one sentence, and why it matters."""
 
     code: str
     summary: str
@@ -40,7 +41,9 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split())
+    """One line of Markdown: without the roles and the double backticks of a docstring."""
+    text = _ROLE.sub(r"`\1`", " ".join(text.split()))
+    return text.replace("``", "`")
 
 
 def check_codes(checks: Sequence[Check], ignore: Iterable[str]) -> frozenset[str]:

@@ -34,6 +34,7 @@ DEFAULT_CHECKS: tuple[Check, ...] = (
     trainable.nothing_trainable,
     trainable.unexpected_trainable,
     blocks.blocks_differ,
+    blocks.one_block_differs,
     trainable.loose_parameters,
     names.near_miss_on_parameter,
     names.near_miss_on_module,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from freezekit import _wrappers
+from freezekit._audit.added import is_adapter
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
 from freezekit._format import plural, shorten
 
 __all__ = ["active_adapter_frozen", "no_adapter_learns"]
-
-_ADAPTER = re.compile(
-    r"(^|\.)(lora_|ia3_|vera_|hada_|lokr_|oft_|boft_|loha_|trainable_tokens_|adapter|prompt_encoder"
-    r"|prompt_embeddings|prefix_(encoder|tokens))"
-)
 
 
 def no_adapter_learns(context: AuditContext) -> Iterator[Finding]:
@@ -30,9 +25,7 @@ def no_adapter_learns(context: AuditContext) -> Iterator[Finding]:
     is.
     """
     found = [
-        index
-        for index, info in enumerate(context.inventory.parameters)
-        if _ADAPTER.search(info.fqn)
+        index for index, info in enumerate(context.inventory.parameters) if is_adapter(info.fqn)
     ]
     parameters = context.inventory.parameters
     if not found or any(parameters[index].requires_grad for index in found):
@@ -50,8 +43,8 @@ def no_adapter_learns(context: AuditContext) -> Iterator[Finding]:
             if rest
             else "; nothing else is either."
         ),
-        mend=f"Unfreeze them: freezekit.unfreeze(model, {as_argument(context, fqns)}); peft: "
-        "PeftModel.from_pretrained(..., is_trainable=True).",
+        mend=f"Unfreeze them: freezekit.unfreeze(model, {as_argument(context, fqns)}), or "
+        "load them with PeftModel.from_pretrained(..., is_trainable=True).",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from freezekit._audit.context import AuditContext
@@ -13,7 +12,7 @@ from freezekit._audit.mends import as_argument
 from freezekit._fold import is_number, slice_text, split_runs
 from freezekit._format import shorten
 
-__all__ = ["blocks_differ"]
+__all__ = ["blocks_differ", "one_block_differs"]
 
 
 class _Block(NamedTuple):
@@ -34,11 +33,23 @@ class _Block(NamedTuple):
 def blocks_differ(context: AuditContext) -> Iterator[Finding]:
     """FK103: sibling blocks differ in what is trainable, in a way that looks like an accident.
 
-    A name that was matched as a prefix takes layer 10 and 11 with layer 1; a list of names misses
-    one block; an entry of it matches in some blocks only. Frozen first blocks, trainable last ones,
-    a middle range and every n-th block are ways of fine-tuning, and are not reported; neither is
-    anything that ``expect_trainable`` confirms.
+    A name that was matched as a prefix takes layer 10 and 11 with layer 1; an entry of a list of
+    names matches in some blocks only. Frozen first blocks, trainable last ones, a middle range and
+    every n-th block are ways of fine-tuning, and are not reported; neither is anything that
+    ``expect_trainable`` confirms.
     """
+    return (finding for finding in _differences(context) if finding.code == "FK103")
+
+
+def one_block_differs(context: AuditContext) -> Iterator[Finding]:
+    """FK108: one block, in the midst of others, is not like them.
+
+    A list of layers, or a loop over them, missed it. If it is meant, ``expect_trainable`` says so.
+    """
+    return (finding for finding in _differences(context) if finding.code == "FK108")
+
+
+def _differences(context: AuditContext) -> Iterator[Finding]:
     if context.expected is not None:
         return
     inventory = context.inventory
@@ -84,80 +95,111 @@ def _blocks(context: AuditContext, numbered: Sequence[int]) -> list[_Block]:
 def _are_alike(context: AuditContext, blocks: Sequence[_Block]) -> bool:
     """Whether they are blocks of one kind: most have the class that is commonest."""
     kinds = Counter(context.inventory.modules[block.at].type_name for block in blocks)
-    (kind, count) = kinds.most_common(1)[0]
+    kind, count = kinds.most_common(1)[0]
     if kind == "Sequential":  # stages of a CNN: of one class, and of different sizes
-        sizes = {len(block.trainable) + len(block.frozen) for block in blocks}
-        return len(sizes) == 1
-    return 2 * count > len(blocks) and kind != "Linear"
+        return len({len(block.trainable) + len(block.frozen) for block in blocks}) == 1
+    return 2 * count > len(blocks)
+
+
+class _Odd(NamedTuple):
+    """The blocks that are frozen, or those that learn: whichever looks like the accident."""
+
+    numbers: list[int]
+    frozen: bool
+
+    @property
+    def state(self) -> str:
+        return "frozen" if self.frozen else "trainable"
+
+    @property
+    def fix(self) -> str:
+        return "unfreeze" if self.frozen else "freeze"
 
 
 def _odd_numbers(context: AuditContext, container: str, blocks: list[_Block]) -> Finding | None:
     """Whole blocks of which a prefix, or one left out, decided."""
-    by_kind: dict[str, list[int]] = {}
-    for block in blocks:
-        by_kind.setdefault("frozen" if block.kind == "frozen" else "learn", []).append(block.number)
-    if len(by_kind) < 2:
+    parts = [
+        _Odd([block.number for block in blocks if (block.kind == "frozen") is frozen], frozen)
+        for frozen in (True, False)
+    ]
+    parts.sort(key=lambda part: len(part.numbers))
+    if not parts[0].numbers:
         return None
-    fewer = min(by_kind.values(), key=len)
-    for part in (fewer, *by_kind.values()):
-        prefixes = _prefixes(part, [block.number for block in blocks])
+    numbers = sorted(block.number for block in blocks)
+    for part in parts:
+        prefixes = _prefixes(part.numbers, numbers)
         if prefixes:
-            is_frozen = part is by_kind.get("frozen")
-            state = "frozen" if is_frozen else "trainable"
-            longer = [number for number in part if number not in prefixes]
-            names = [_name(container, number) for number in longer]
-            fix = "unfreeze" if is_frozen else "freeze"
-            return Finding(
-                code="FK103",
-                severity="warning",
-                title="blocks differ: a number was taken for a prefix",
-                fqns=tuple(names),
-                cause=f"In {container or 'the model'}, {len(part)} of {len(blocks)} blocks are "
-                f"{state}: {_listed(part)}; {_listed(longer)} begin with the digits of "
-                f"{_listed(prefixes)}.",
-                mend=f"If only {_listed(prefixes)} was meant: freezekit.{fix}(model, "
-                f"{as_argument(context, names)}).",
-            )
-    runs = len([1 for a, b in pairwise(sorted(blocks)) if _learns(a) != _learns(b)])
-    if len(fewer) == 1 and runs == 2 and len(blocks) > 3:
-        is_frozen = fewer is by_kind.get("frozen")
-        name = _name(container, fewer[0])
-        state, rest = ("frozen", "trainable") if is_frozen else ("trainable", "frozen")
-        fix = "unfreeze" if is_frozen else "freeze"
-        return Finding(
-            code="FK103",
-            severity="warning",
-            title="blocks differ: one is not like the others",
-            fqns=(name,),
-            cause=f"{name} is {state}, and the {len(blocks) - 1} other blocks of "
-            f"{container or 'the model'} are {rest}.",
-            mend=f'If it was missed: freezekit.{fix}(model, "{name}").',
-        )
+            return _taken_by_prefix(context, container, part, prefixes, len(blocks))
+    fewer = parts[0]
+    runs = split_runs([numbers.index(number) for number in fewer.numbers])
+    inside = numbers[0] not in fewer.numbers and numbers[-1] not in fewer.numbers
+    # Two layers of an MLP are no stack of blocks.
+    leaf = not context.inventory.modules[blocks[0].at].children
+    if len(runs) == len(fewer.numbers) == 1 and inside and len(blocks) >= (8 if leaf else 4):
+        return _not_like_the_others(container, fewer, len(blocks))
     return None
 
 
-def _learns(block: _Block) -> bool:
-    return block.kind != "frozen"
+def _taken_by_prefix(
+    context: AuditContext, container: str, part: _Odd, prefixes: list[int], total: int
+) -> Finding:
+    longer = [number for number in part.numbers if number not in prefixes]
+    names = [_name(container, number) for number in longer]
+    return Finding(
+        code="FK103",
+        severity="warning",
+        title="blocks differ: a number was taken for a prefix",
+        fqns=tuple(names),
+        cause=f"In {container or 'the model'}, {len(part.numbers)} of {total} blocks are "
+        f"{part.state}: {_listed(part.numbers)}; {_listed(longer)} begin with the digits of "
+        f"{_listed(prefixes)}.",
+        mend=f"If only {_listed(prefixes)} was meant: freezekit.{part.fix}(model, "
+        f"{as_argument(context, names)}).",
+    )
+
+
+def _not_like_the_others(container: str, part: _Odd, total: int) -> Finding:
+    name = _name(container, part.numbers[0])
+    rest = "trainable" if part.frozen else "frozen"
+    return Finding(
+        code="FK108",
+        severity="warning",
+        title="one block is not like the others",
+        fqns=(name,),
+        cause=f"{name} is {part.state}, and the {total - 1} other blocks of "
+        f"{container or 'the model'} are {rest}.",
+        mend=f'If it was missed: freezekit.{part.fix}(model, "{name}"); if it is meant, say so: '
+        f"audit(model, expect_trainable=...).",
+    )
 
 
 def _prefixes(part: list[int], numbers: list[int]) -> list[int]:
     """The numbers that, taken as prefixes, give just this part; none if it is a plain range."""
-    if len(split_runs(part)) == 1 and part[0] != 1:
-        return []
     shortest = [
-        n for n in part if not any(m != n and str(n).startswith(str(m)) and m for m in part)
+        n for n in part if not any(m and m != n and str(n).startswith(str(m)) for m in part)
     ]
     closure = [n for n in numbers if any(str(n).startswith(str(m)) for m in shortest)]
-    longer = set(part) - set(shortest)
-    if not longer or sorted(closure) != sorted(part) or len(split_runs(part)) == 1:
+    if sorted(closure) != sorted(part):
         return []
-    # Blocks 1, 10 and 11 of 12; a range that goes on from 9 to 10 is no accident.
-    return shortest
+    # Blocks 1, 10 and 11; a range that goes on from 9 to 10 is no accident.
+    apart = any(not set(run) & set(shortest) for run in _runs(part))
+    return shortest if apart else []
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """The numbers in runs of neighbours."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _odd_parts(context: AuditContext, container: str, blocks: list[_Block]) -> Finding | None:
-    """Partly trainable blocks that do not have the same parts trainable."""
-    mixed = [block for block in blocks if block.kind == "mixed"]
+    """Blocks that learn, wholly or in part, and do not have the same parts trainable."""
+    mixed = [block for block in blocks if block.trainable]
     if len(mixed) < 3:
         return None
     # Only parts that the blocks share: the first block may have one more.
@@ -186,7 +228,7 @@ def _odd_parts(context: AuditContext, container: str, blocks: list[_Block]) -> F
         severity="warning",
         title="blocks differ in the parts that are trainable",
         fqns=tuple(names),
-        cause=f"{alike} of {len(mixed)} partly trainable blocks of {container or 'the model'} have "
+        cause=f"{alike} of {len(mixed)} blocks that learn in {container or 'the model'} have "
         f"the same parts trainable; {_listed([block.number for block, _, _ in odd])} "
         f"differ in {shorten(parts)}.",
         mend="Make them alike: "

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
+from freezekit._audit.added import is_added
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import eval_code, mode_code, outermost_frozen
 from freezekit._format import plural, shorten
 
-__all__ = ["active_dropout", "drop_rate", "learning_in_eval", "recurrent_in_eval"]
+__all__ = [
+    "active_dropout",
+    "drop_rate",
+    "learning_in_eval",
+    "makes_features",
+    "recurrent_in_eval",
+]
 
 
 def active_dropout(context: AuditContext) -> Iterator[Finding]:
@@ -34,10 +41,9 @@ def active_dropout(context: AuditContext) -> Iterator[Finding]:
         return
     kinds = shorten(f"p={rate:g}" for rate in dict.fromkeys(found.values()))
     outermost = outermost_frozen(context, found)
-    largest = max(context.subtree_numel(index) for index in outermost)
     yield Finding(
         code="FK203",
-        severity="warning" if 2 * largest >= context.total_numel else "note",
+        severity="warning" if makes_features(context, outermost) else "note",
         title="dropout is active in a frozen part",
         fqns=tuple(inventory.modules[index].fqn for index in found),
         cause=f"{plural(len(found), 'random module')} ({kinds}) in train mode, with all "
@@ -45,6 +51,20 @@ def active_dropout(context: AuditContext) -> Iterator[Finding]:
         mend="Put the frozen part into eval mode after each model.train(): "
         f"{eval_code(context, outermost)}.",
     )
+
+
+def makes_features(context: AuditContext, outermost: Iterable[int]) -> bool:
+    """Whether one of these frozen parts is a backbone: most of the model, with nothing below it.
+
+    Below it, or in it by way of prompts and adapters, something may learn through it: then its
+    randomness regularises, and its outputs are no features to be kept.
+    """
+    inventory = context.inventory
+    if any(info.requires_grad and is_added(info.fqn) for info in inventory.parameters):
+        return False
+    largest = max(outermost, key=context.subtree_numel)
+    below = context.trainable_before[inventory.modules[largest].first_entry]
+    return not below and 2 * context.subtree_numel(largest) >= context.total_numel
 
 
 def learning_in_eval(context: AuditContext) -> Iterator[Finding]:
@@ -71,7 +91,8 @@ def learning_in_eval(context: AuditContext) -> Iterator[Finding]:
         elif drop_rate(inventory.module(index)) > 0 and _belongs_to_learning(context, index):
             found[index] = True
     for matters in (True, False):
-        fqns = tuple(modules[index].fqn for index, does in found.items() if does is matters)
+        indices = [index for index, does in found.items() if does is matters]
+        fqns = tuple(modules[index].fqn for index in indices)
         if fqns:
             yield Finding(
                 code="FK207",
@@ -84,7 +105,7 @@ def learning_in_eval(context: AuditContext) -> Iterator[Finding]:
                     if matters
                     else "; nothing in it is known to look at its mode."
                 ),
-                mend=f"Put it back: {mode_code(fqns, 'train')}.",
+                mend=f"Put it back: {mode_code(context, indices, 'train')}.",
             )
 
 
@@ -128,7 +149,8 @@ def recurrent_in_eval(context: AuditContext) -> Iterator[Finding]:
         cause=f"{plural(len(fqns), 'module')} ({kinds}) in eval mode, with trainable parameters in "
         "it or before it: cuDNN's backward pass raises in eval mode"
         + (" on this GPU." if on_gpu else "; on the CPU it runs."),
-        mend=f"Leave it in train mode, without dropout: {mode_code(fqns, 'train')}, and set its "
+        mend=f"Leave it in train mode, without dropout: {mode_code(context, found, 'train')}, and "
+        "set its "
         "dropout to 0.",
     )
 

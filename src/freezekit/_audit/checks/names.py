@@ -109,22 +109,22 @@ def method_overwritten(context: AuditContext) -> Iterator[Finding]:
     """
     inventory = context.inventory
     for method in _METHODS:
-        fqns = [
-            info.fqn
+        found = [
+            info
             for index, info in enumerate(inventory.modules)
             if info.repeats < 0 and _is_overwritten(inventory.module(index), method)
         ]
-        if fqns:
+        if found:
             yield Finding(
                 code="FK107",
                 severity="error",
                 title=f"{method} was overwritten by a value",
-                fqns=tuple(fqns),
-                cause=f"{plural(len(fqns), 'module')} with a .{method} that is not a method: "
-                "nothing "
-                f"was switched, and the next .{method}() raises.",
-                mend=f"Write a call, not an assignment: [vars(model.get_submodule(name)).pop("
-                f'"{method}") for name in {tuple(fqns)!r}] undoes it.',
+                fqns=tuple(info.fqn for info in found),
+                cause=f"{plural(len(found), 'module')} with a .{method} that is not a method: "
+                f"nothing was switched, and the next .{method}() raises.",
+                mend="Write a call, not an assignment, and take the value away: "
+                f'[vars(model.get_submodule(name)).pop("{method}") for name in '
+                f"{tuple(info.raw for info in found)!r}].",
             )
 
 

@@ -93,7 +93,7 @@ def batch_statistics(context: AuditContext) -> Iterator[Finding]:
             mend=f"Hold them in eval: freezekit.freeze(model, {as_argument(context, fqns)})."
             if is_frozen
             else "Let them follow again: [setattr(model.get_submodule(name), "
-            f'"track_running_stats", True) for name in {fqns!r}].',
+            f'"track_running_stats", True) for name in {tuple(info.raw for info in found)!r}].',
         )
 
 
@@ -128,7 +128,7 @@ def norm_half_frozen(context: AuditContext) -> Iterator[Finding]:
     thaw = (
         f"freezekit.unfreeze(model, {as_argument(context, fqns)})"
         if held
-        else mode_code(fqns, "train")
+        else mode_code(context, found, "train")
     )
     yield Finding(
         code="FK205",

@@ -9,7 +9,7 @@ import torch
 
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
-from freezekit._audit.mends import outermost_frozen
+from freezekit._audit.mends import outermost_frozen, raw_names
 from freezekit._format import format_bytes, plural, shorten
 
 __all__ = [
@@ -107,7 +107,7 @@ def cast_again_and_again(context: AuditContext) -> Iterator[Finding]:
     if found and 2 * numel >= context.total_numel:
         fqns = tuple(inventory.modules[index].fqn for index in outermost)
         name = _LOW[autocast]
-        listed = ", ".join(f'"{fqn}"' for fqn in fqns)
+        listed = ", ".join(f'"{name}"' for name in raw_names(context, outermost))
         yield Finding(
             code="FK603",
             severity="note",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
+from freezekit._audit.added import is_added
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
@@ -13,11 +13,6 @@ from freezekit._fold import fold_names
 from freezekit._format import plural, shorten
 
 __all__ = ["loose_parameters", "nothing_trainable", "unexpected_trainable"]
-
-# Added on purpose beside a frozen model: soft prompts, adapters.
-_ADDED = re.compile(
-    r"prompt|prefix|soft|virtual|adapter|lora|vera|ia3|ctx|context|delta|learn|quer(y|ies)|probe"
-)
 
 
 def nothing_trainable(context: AuditContext) -> Iterator[Finding]:
@@ -119,7 +114,7 @@ def loose_parameters(context: AuditContext) -> Iterator[Finding]:
             for entry in own
             if parameters[entry.parameter].requires_grad
             and parameters[entry.parameter].numel > 1
-            and not _ADDED.search(entry.fqn.rpartition(".")[2].lower())
+            and not is_added(entry.fqn)
         ]
         if loose and _is_beside_frozen(context, index):
             found.extend(loose)

@@ -134,15 +134,9 @@ def reentrant_below_frozen(context: AuditContext) -> Iterator[Finding]:
     gradient, a warning is printed once, and the loss may still fall, since the head learns.
     """
     inventory = context.inventory
-    modules = inventory.modules
     found: list[str] = []
-    skip_until = 0
-    for index, info in enumerate(modules):
-        if index < skip_until or info.repeats >= 0:
-            continue
-        if not _wrappers.checkpoints_reentrantly(inventory.module(index)):
-            continue
-        skip_until = info.end
+    for index in _checkpointed(context):
+        info = inventory.modules[index]
         if context.trainable_before[info.first_entry] or _lets_inputs_require(context, index):
             break  # from here on inputs require a gradient
         found.extend(
@@ -162,6 +156,30 @@ def reentrant_below_frozen(context: AuditContext) -> Iterator[Finding]:
             'gradient_checkpointing_kwargs={"use_reentrant": False}); or '
             "model.enable_input_require_grads().",
         )
+
+
+def _checkpointed(context: AuditContext) -> list[int]:
+    """The modules that are run in a reentrant checkpoint, in order.
+
+    A model that checkpoints its blocks says so itself: then its numbered children are meant.
+    """
+    inventory = context.inventory
+    modules = inventory.modules
+    saying = [
+        index
+        for index, info in enumerate(modules)
+        if info.repeats < 0 and _wrappers.checkpoints_reentrantly(inventory.module(index))
+    ]
+    units: list[int] = []
+    for position, index in enumerate(saying):
+        inner = position + 1 < len(saying) and saying[position + 1] < modules[index].end
+        if _wrappers.is_kind(inventory.module(index), "GradientCheckpointingLayer") or not (
+            inner or any(modules[child].numbered for child in modules[index].children)
+        ):
+            units.append(index)
+        elif not inner:
+            units += [i for child in modules[index].children for i in modules[child].numbered]
+    return units
 
 
 def _lets_inputs_require(context: AuditContext, index: int) -> bool:

@@ -153,12 +153,13 @@ class _Finder:
         for call in recording:
             unreached = call
             while True:
-                if unreached.detached_into is not None:
-                    return Cause("cut_between", unreached.module, unreached.detached_into.module)
-                parent = unreached.parent
+                parent, into = unreached.parent, unreached.detached_into
+                ends_here = parent is not None and parent.grad and not parent.output_requires
+                if into is not None and not (ends_here and into.parent is not parent):
+                    return Cause("cut_between", unreached.module, into.module)
                 if parent is None or parent.grad_arrived:
                     break
-                if parent.grad and not parent.output_requires:
+                if ends_here:
                     return Cause("cut_inside", parent.module)
                 unreached = parent
             cut = self.next_cut(unreached)
@@ -175,7 +176,9 @@ class _Finder:
                 continue
             if later.detached_into is not None and not later.grad_arrived:
                 return Cause("cut_between", later.module, later.detached_into.module)
-            if later.cut_inputs and later.grad:
+            # Side by side in the step's own code, data may come from anywhere: widths have to fit.
+            fits = call.parent is not None or later.input_width == last.output_width
+            if later.cut_inputs and later.grad and fits:
                 return Cause("cut_between", last.module, later.module)
             if later.grad_arrived or not later.inputs_require:
                 return None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from freezekit._audit.checks import DEFAULT_CHECKS, Check
-from freezekit._audit.checks.modes import drop_rate
+from freezekit._audit.checks.modes import drop_rate, makes_features
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument, mode_code
@@ -144,17 +144,16 @@ def random_in_frozen(context: AuditContext) -> Iterator[Finding]:
     if found:
         fqns = tuple(modules[index].fqn for index, _ in found)
         modes = shorten(dict.fromkeys("train" if training else "eval" for _, training in found))
-        largest = max(context.subtree_numel(index) for index, _ in found)
         yield Finding(
             code="FK842",
-            severity="warning" if 2 * largest >= context.total_numel else "note",
+            severity="warning" if makes_features(context, [i for i, _ in found]) else "note",
             title="a frozen part is random: two passes differ",
             fqns=fqns,
             cause=f"{plural(len(fqns), 'frozen module')} in {modes} mode drew random numbers in "
             "its "
             "forward, through no dropout module.",
             mend="Tell functional dropout the mode: F.dropout(x, p, training=self.training); then "
-            f"{mode_code(fqns, 'eval')}.",
+            f"{mode_code(context, [index for index, _ in found], 'eval')}.",
         )
 
 
@@ -230,6 +229,7 @@ def gradient_zero(context: AuditContext) -> Iterator[Finding]:
         for index, seen in sorted(step.gradients.items())
         if seen.largest and all(value == 0 for value in seen.values())
     ]
+    found = _not_by_cancelling(context, found)
     if not found:
         return
     zeros = values.zero_initialised(context, set(found))
@@ -254,6 +254,20 @@ def gradient_zero(context: AuditContext) -> Iterator[Finding]:
         "freezekit.freeze(model, "
         f"{as_argument(context, fqns)}).",
     )
+
+
+def _not_by_cancelling(context: AuditContext, found: list[int]) -> list[int]:
+    """Those of which no other parameter of the same module has a gradient that is not zero.
+
+    If its weight has one, the output is not multiplied by zero: a bias's terms cancelled out.
+    """
+    step = context.step
+    alive = {
+        context.inventory.parameters[index].owner
+        for index, seen in (step.gradients.items() if step is not None else ())
+        if index not in found and any(value != 0 for value in seen.values())
+    }
+    return [index for index in found if context.inventory.parameters[index].owner not in alive]
 
 
 DEFAULT_STEP_CHECKS: tuple[Check, ...] = (

@@ -107,7 +107,7 @@ def audit_step(
     known = {id(found) for found in context.optimizers}
     stepped = tuple(found for found in record.optimizers if id(found) not in known)
     context = replace(context, optimizers=(*context.optimizers, *stepped), step=record)
-    return make_report(context, run_checks(context, checks, ignored))
+    return make_report(context, run_checks(context, checks, ignored), checks)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

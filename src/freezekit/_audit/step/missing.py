@@ -100,6 +100,9 @@ def cut_off(context: AuditContext) -> Iterator[Finding]:
     The module ran with gradients on, and the way from its output to the loss is cut: inside it,
     inside a module around it, or between it and the next one.
     """
+    step = context.step
+    if step is None or step.error is not None:
+        return  # what would have come is not known
     for kind in ("cut_inside", "cut_between"):
         for cause, indices in _missing(context, kind):
             fqns, numel = _figures(context, indices)
@@ -133,7 +136,7 @@ def not_in_the_loss(context: AuditContext) -> Iterator[Finding]:
     nowhere.
     """
     step = context.step
-    if step is None or not step.gradients:
+    if step is None or step.error is not None or not step.gradients:
         return
     reasons = {
         "not_called": "{name} was not called in this step",

@@ -49,6 +49,8 @@ class Call:
         grad_arrived: whether a gradient came back to one of its outputs.
         detached_into: the call that got an output of this one without its graph.
         autocast: whether autocast was on.
+        input_width: last size of the first floating point input.
+        output_width: last size of the first output that required a gradient.
     """
 
     __slots__ = (
@@ -58,10 +60,12 @@ class Call:
         "grad",
         "grad_arrived",
         "inference",
+        "input_width",
         "inputs_require",
         "module",
         "order",
         "output_requires",
+        "output_width",
         "parent",
         "reentrant",
         "training",
@@ -81,6 +85,7 @@ class Call:
         self.grad_arrived = False
         self.detached_into: Call | None = None
         self.autocast = False
+        self.input_width = self.output_width = -1
 
     @property
     def boundary(self) -> Call:

@@ -130,8 +130,8 @@ class Watcher:
             if storage is None:
                 continue
             key = storage.data_ptr()
-            if call.parent is None and key not in self.made:
-                self.given.add(key)
+            if call.input_width < 0 and tensor.dim():
+                call.input_width = tensor.shape[-1]
             found = self.made.get(key)
             # The same storage object: an address may have been used again.
             if found is not None and found[0]() is storage:
@@ -139,6 +139,8 @@ class Watcher:
                     found[1].detached_into = call
             elif key not in self.given:
                 floating = True
+            if call.parent is None:
+                self.given.add(key)
         call.cut_inputs = floating and not call.inputs_require
 
     def _note_autocast(self, call: Call) -> None:
@@ -161,6 +163,8 @@ class Watcher:
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
                 continue
+            if not call.output_requires and tensor.dim():
+                call.output_width = tensor.shape[-1]
             call.output_requires = True
             storage = storage_of(tensor)
             if storage is not None:
