@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -126,7 +127,12 @@ def _frame_makers() -> list[Callable[[Callable[..., Any]], Any]]:
 
 def is_kind(module: nn.Module, *names: str) -> bool:
     """Whether the module's class, or a base of it, is called so."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
+    return _is_class_of(type(module), names)
+
+
+@lru_cache(maxsize=4096)
+def _is_class_of(cls: Any, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in cls.__mro__)
 
 
 def gradients_ddp_expects(module: nn.Module) -> tuple[int, int] | None:

@@ -62,6 +62,20 @@ class AuditContext:
     expected: Expectation | None = None
     step: StepRecord | None = None
 
+    @cached_property
+    def numbers_are_positions(self) -> bool:
+        """Whether all numbered children are named by their positions, so that slices mean them."""
+        modules = self.inventory.modules
+        entries = self.inventory.entries
+        for info in modules:
+            for position, index in enumerate(info.numbered):
+                if modules[index].raw.rpartition(".")[2] != str(position):
+                    return False
+            for position, index in enumerate(info.numbered_entries):
+                if entries[index].raw.rpartition(".")[2] != str(position):
+                    return False
+        return True
+
     # What is trainable
 
     @cached_property

@@ -13,16 +13,26 @@ from freezekit.errors import FreezekitError
 __all__ = ["as_argument", "as_attribute", "eval_code", "mode_code", "outermost_frozen", "raw_names"]
 
 
+# More names than this are no code to be read.
+_MOST = 40
+
+
 def as_argument(context: AuditContext, fqns: Sequence[str]) -> str:
-    """The FQNs as a ``patterns`` argument: whole modules, folded, where that selects the same."""
+    """The FQNs as a ``patterns`` argument: whole modules, folded, where that selects the same.
+
+    Of very many that do not fold it is ``finding.fqns``: the finding has them.
+    """
     fqns = _whole_modules(context, fqns)
     if "" in fqns:
         return '"*"'
     names: Sequence[str] = fold_names(fqns)
-    try:
-        resolve(context.inventory, tuple(names))
-    except FreezekitError:  # a number in a name need not be a position
-        names = fqns
+    if len(names) > _MOST:
+        return "finding.fqns"
+    if not context.numbers_are_positions and any("[" in name for name in names):
+        try:
+            resolve(context.inventory, tuple(names))
+        except FreezekitError:  # a number in a name need not be a position
+            names = fqns
     if len(names) == 1:
         return f'"{names[0]}"'
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from freezekit._audit.context import AuditContext
@@ -14,20 +14,33 @@ from freezekit._format import shorten
 
 __all__ = ["blocks_differ", "one_block_differs"]
 
+# More stacks that differ, one inside the other, are one mistake.
+_MOST = 10
+
 
 class _Block(NamedTuple):
-    """A numbered block: what is trainable in it, by name below it."""
+    """A numbered block, and how much of it is trainable."""
 
     number: int
     at: int
-    trainable: frozenset[str]
-    frozen: frozenset[str]
+    trainable: int
+    total: int
 
     @property
-    def kind(self) -> str:
-        if self.trainable and self.frozen:
-            return "mixed"
-        return "trainable" if self.trainable else "frozen"
+    def is_frozen(self) -> bool:
+        return self.trainable == 0
+
+    @property
+    def is_mixed(self) -> bool:
+        return 0 < self.trainable < self.total
+
+
+class _Parts(NamedTuple):
+    """What is trainable in a block that learns, and what is frozen, by names below it."""
+
+    block: _Block
+    trainable: frozenset[str]
+    frozen: frozenset[str]
 
 
 def blocks_differ(context: AuditContext) -> Iterator[Finding]:
@@ -38,7 +51,12 @@ def blocks_differ(context: AuditContext) -> Iterator[Finding]:
     every n-th block are ways of fine-tuning, and are not reported; neither is anything that
     ``expect_trainable`` confirms.
     """
-    return (finding for finding in _differences(context) if finding.code == "FK103")
+    return _among_stacks(
+        context,
+        lambda container, blocks: (
+            _prefix_taken(context, container, blocks) or _odd_parts(context, container, blocks)
+        ),
+    )
 
 
 def one_block_differs(context: AuditContext) -> Iterator[Finding]:
@@ -46,14 +64,21 @@ def one_block_differs(context: AuditContext) -> Iterator[Finding]:
 
     A list of layers, or a loop over them, missed it. If it is meant, ``expect_trainable`` says so.
     """
-    return (finding for finding in _differences(context) if finding.code == "FK108")
+    return _among_stacks(context, _one_inside)
 
 
-def _differences(context: AuditContext) -> Iterator[Finding]:
+def _among_stacks(
+    context: AuditContext, look: Callable[[str, list[_Block]], Finding | None]
+) -> Iterator[Finding]:
+    """What is found in containers of blocks of one kind, of which not all are trainable.
+
+    Stacks inside of one that has a finding are not looked at, and a few findings say enough.
+    """
     if context.expected is not None:
         return
     inventory = context.inventory
     skip_until = 0
+    count = 0
     for index, info in enumerate(inventory.modules):
         if index < skip_until or info.repeats >= 0 or len(info.numbered) < 3:
             continue
@@ -61,44 +86,49 @@ def _differences(context: AuditContext) -> Iterator[Finding]:
             skip_until = info.end
             continue
         blocks = _blocks(context, info.numbered)
-        if len(blocks) < 3 or not _are_alike(context, blocks):
+        if not _are_a_stack(context, blocks):
             continue
-        finding = _odd_numbers(context, info.fqn, blocks) or _odd_parts(context, info.fqn, blocks)
+        finding = look(info.fqn, blocks)
         if finding is not None:
             yield finding
             skip_until = info.end
+            count += 1
+        if count == _MOST:
+            return
 
 
 def _blocks(context: AuditContext, numbered: Sequence[int]) -> list[_Block]:
-    inventory = context.inventory
     found = []
     for index in numbered:
-        info = inventory.modules[index]
+        info = context.inventory.modules[index]
         name = info.raw.rpartition(".")[2]
-        if info.last_entry == info.first_entry or not is_number(name):
-            continue
-        names: dict[bool, set[str]] = {True: set(), False: set()}
-        for entry in inventory.entries[info.first_entry : info.last_entry]:
-            flag = inventory.parameters[entry.parameter].requires_grad
-            names[flag].add(entry.fqn[len(info.fqn) + 1 :])
-        found.append(
-            _Block(
-                number=int(name),
-                at=index,
-                trainable=frozenset(names[True]),
-                frozen=frozenset(names[False]),
-            )
-        )
+        total = info.last_entry - info.first_entry
+        if total and is_number(name):
+            found.append(_Block(int(name), index, context.trainable_entries(index), total))
     return found
 
 
-def _are_alike(context: AuditContext, blocks: Sequence[_Block]) -> bool:
+def _are_a_stack(context: AuditContext, blocks: Sequence[_Block]) -> bool:
     """Whether they are blocks of one kind: most have the class that is commonest."""
-    kinds = Counter(context.inventory.modules[block.at].type_name for block in blocks)
+    modules = context.inventory.modules
+    # The layers of an MLP are no stack of blocks.
+    if len(blocks) < (3 if any(modules[block.at].children for block in blocks) else 8):
+        return False
+    kinds = Counter(modules[block.at].type_name for block in blocks)
     kind, count = kinds.most_common(1)[0]
     if kind == "Sequential":  # stages of a CNN: of one class, and of different sizes
-        return len({len(block.trainable) + len(block.frozen) for block in blocks}) == 1
+        return len({block.total for block in blocks}) == 1
     return 2 * count > len(blocks)
+
+
+def _one_inside(container: str, blocks: list[_Block]) -> Finding | None:
+    fewer = _parts(blocks)[0]
+    numbers = [block.number for block in blocks]
+    if len(blocks) < 4 or len(fewer.numbers) != 1 or _takes_prefix(blocks):
+        return None
+    if fewer.numbers[0] in (min(numbers), max(numbers)):
+        return None
+    return _not_like_the_others(container, fewer, len(blocks))
 
 
 class _Odd(NamedTuple):
@@ -116,28 +146,31 @@ class _Odd(NamedTuple):
         return "unfreeze" if self.frozen else "freeze"
 
 
-def _odd_numbers(context: AuditContext, container: str, blocks: list[_Block]) -> Finding | None:
-    """Whole blocks of which a prefix, or one left out, decided."""
+def _parts(blocks: list[_Block]) -> list[_Odd]:
+    """The frozen blocks, and those that learn; the fewer first."""
     parts = [
-        _Odd([block.number for block in blocks if (block.kind == "frozen") is frozen], frozen)
+        _Odd([block.number for block in blocks if block.is_frozen is frozen], frozen)
         for frozen in (True, False)
     ]
-    parts.sort(key=lambda part: len(part.numbers))
-    if not parts[0].numbers:
+    return sorted(parts, key=lambda part: len(part.numbers))
+
+
+def _takes_prefix(blocks: list[_Block]) -> tuple[_Odd, list[int]] | None:
+    """The frozen blocks, or those that learn, if digits taken as prefixes explain them."""
+    numbers = [block.number for block in blocks]
+    parts = _parts(blocks)
+    if not parts[0].numbers or max(numbers) < 10:
         return None
-    numbers = sorted(block.number for block in blocks)
     for part in parts:
         prefixes = _prefixes(part.numbers, numbers)
         if prefixes:
-            return _taken_by_prefix(context, container, part, prefixes, len(blocks))
-    fewer = parts[0]
-    runs = split_runs([numbers.index(number) for number in fewer.numbers])
-    inside = numbers[0] not in fewer.numbers and numbers[-1] not in fewer.numbers
-    # Two layers of an MLP are no stack of blocks.
-    leaf = not context.inventory.modules[blocks[0].at].children
-    if len(runs) == len(fewer.numbers) == 1 and inside and len(blocks) >= (8 if leaf else 4):
-        return _not_like_the_others(container, fewer, len(blocks))
+            return part, prefixes
     return None
+
+
+def _prefix_taken(context: AuditContext, container: str, blocks: list[_Block]) -> Finding | None:
+    found = _takes_prefix(blocks)
+    return None if found is None else _taken_by_prefix(context, container, *found, len(blocks))
 
 
 def _taken_by_prefix(
@@ -175,15 +208,22 @@ def _not_like_the_others(container: str, part: _Odd, total: int) -> Finding:
 
 def _prefixes(part: list[int], numbers: list[int]) -> list[int]:
     """The numbers that, taken as prefixes, give just this part; none if it is a plain range."""
-    shortest = [
-        n for n in part if not any(m and m != n and str(n).startswith(str(m)) for m in part)
-    ]
-    closure = [n for n in numbers if any(str(n).startswith(str(m)) for m in shortest)]
-    if sorted(closure) != sorted(part):
+    chosen = set(part)
+    shortest = [n for n in part if not any(m in chosen for m in _shorter(n))]
+    kept = set(shortest)
+    closure = [n for n in numbers if n in kept or any(m in kept for m in _shorter(n))]
+    if len(closure) != len(part) or set(closure) != chosen:
         return []
     # Blocks 1, 10 and 11; a range that goes on from 9 to 10 is no accident.
-    apart = any(not set(run) & set(shortest) for run in _runs(part))
+    apart = any(kept.isdisjoint(run) for run in _runs(part))
     return shortest if apart else []
+
+
+def _shorter(number: int) -> Iterator[int]:
+    """The numbers that begin this one: 1 and 10 of 103."""
+    while number >= 10:
+        number //= 10
+        yield number
 
 
 def _runs(numbers: list[int]) -> list[list[int]]:
@@ -199,71 +239,86 @@ def _runs(numbers: list[int]) -> list[list[int]]:
 
 def _odd_parts(context: AuditContext, container: str, blocks: list[_Block]) -> Finding | None:
     """Blocks that learn, wholly or in part, and do not have the same parts trainable."""
-    mixed = [block for block in blocks if block.trainable]
-    if len(mixed) < 3:
+    learning = [block for block in blocks if block.trainable]
+    if len(learning) < 3 or not any(block.is_mixed for block in learning):
         return None
+    named = [_named(context, block) for block in learning]
     # Only parts that the blocks share: the first block may have one more.
-    counts = Counter(name for block in mixed for name in block.trainable)
-    usual = frozenset(name for name, count in counts.items() if 2 * count > len(mixed))
+    counts = Counter(name for parts in named for name in parts.trainable)
+    usual = frozenset(name for name, count in counts.items() if 2 * count > len(named))
+    frozen_somewhere = frozenset[str]().union(*(parts.frozen for parts in named))
     odd = []
-    for block in mixed:
-        missing = {name for name in usual - block.trainable if _could_have(context, block, name)}
-        extra = {
-            name for name in block.trainable - usual if any(name in other.frozen for other in mixed)
-        }
+    for parts in named:
+        missing = {name for name in usual - parts.trainable if _could_have(context, parts, name)}
+        extra = (parts.trainable - usual) & frozen_somewhere
         if missing or extra:
-            odd.append((block, sorted(missing), sorted(extra)))
+            odd.append((parts, sorted(missing), sorted(extra)))
     if not odd:
         return None
     names = [
-        f"{_name(container, block.number)}.{part}"
-        for block, missing, extra in odd
+        f"{_name(container, parts.block.number)}.{part}"
+        for parts, missing, extra in odd
         for part in (*missing, *extra)
     ]
-    alike = len(mixed) - len(odd)
-    parts = list(dict.fromkeys(part for _, missing, extra in odd for part in (*missing, *extra)))
-    lacking = [name for block, missing, _ in odd for name in missing if name in block.frozen]
+    alike = len(named) - len(odd)
+    differing = dict.fromkeys(part for _, missing, extra in odd for part in (*missing, *extra))
+    lacking = [name for parts, missing, _ in odd for name in missing if name in parts.frozen]
     return Finding(
         code="FK103",
         severity="warning",
         title="blocks differ in the parts that are trainable",
         fqns=tuple(names),
-        cause=f"{alike} of {len(mixed)} blocks that learn in {container or 'the model'} have "
-        f"the same parts trainable; {_listed([block.number for block, _, _ in odd])} "
-        f"differ in {shorten(parts)}.",
+        cause=f"{alike} of {len(named)} blocks that learn in {container or 'the model'} have "
+        f"the same parts trainable; {_listed([parts.block.number for parts, _, _ in odd])} "
+        f"differ in {shorten(differing)}.",
         mend="Make them alike: "
         + (
             f"freezekit.unfreeze(model, {as_argument(context, _frozen_names(container, odd))})."
             if lacking
             else f"freezekit.freeze(model, {as_argument(context, _extra_names(container, odd))})."
             if any(extra for _, _, extra in odd)
-            else "let the adapters' target_modules match in every block, or leave the others out."
+            else "let the adapters' target_modules match in every block."
         ),
     )
 
 
-def _frozen_names(container: str, odd: list[tuple[_Block, list[str], list[str]]]) -> list[str]:
+def _named(context: AuditContext, block: _Block) -> _Parts:
+    inventory = context.inventory
+    info = inventory.modules[block.at]
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for entry in inventory.entries[info.first_entry : info.last_entry]:
+        flag = inventory.parameters[entry.parameter].requires_grad
+        names[flag].add(entry.fqn[len(info.fqn) + 1 :])
+    return _Parts(block, frozenset(names[True]), frozenset(names[False]))
+
+
+def _frozen_names(container: str, odd: list[tuple[_Parts, list[str], list[str]]]) -> list[str]:
     return [
-        f"{_name(container, block.number)}.{name}"
-        for block, missing, _ in odd
+        f"{_name(container, parts.block.number)}.{name}"
+        for parts, missing, _ in odd
         for name in missing
-        if name in block.frozen
+        if name in parts.frozen
     ]
 
 
-def _extra_names(container: str, odd: list[tuple[_Block, list[str], list[str]]]) -> list[str]:
-    return [f"{_name(container, block.number)}.{name}" for block, _, extra in odd for name in extra]
+def _extra_names(container: str, odd: list[tuple[_Parts, list[str], list[str]]]) -> list[str]:
+    return [
+        f"{_name(container, parts.block.number)}.{name}"
+        for parts, _, extra in odd
+        for name in extra
+    ]
 
 
-def _could_have(context: AuditContext, block: _Block, name: str) -> bool:
+def _could_have(context: AuditContext, parts: _Parts, name: str) -> bool:
     """Whether the block has this part frozen, or the layer that others have an adapter around."""
-    if name in block.frozen:
+    if name in parts.frozen:
         return True
     inventory = context.inventory
-    info = inventory.modules[block.at]
+    info = inventory.modules[parts.block.at]
     layer = _adapted_layer(name)
     return bool(layer) and any(
-        module.fqn == f"{info.fqn}.{layer}" for module in inventory.modules[block.at : info.end]
+        module.fqn == f"{info.fqn}.{layer}"
+        for module in inventory.modules[parts.block.at : info.end]
     )
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
-
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
 from freezekit._format import plural, shorten
+from freezekit._inventory import ModuleInfo
 
 __all__ = ["method_overwritten", "near_miss_on_module", "near_miss_on_parameter"]
 
@@ -108,29 +107,24 @@ def method_overwritten(context: AuditContext) -> Iterator[Finding]:
     ``model.eval = True`` changes no mode, and makes the next ``model.eval()`` fail.
     """
     inventory = context.inventory
-    for method in _METHODS:
-        found = [
-            info
-            for index, info in enumerate(inventory.modules)
-            if info.repeats < 0 and _is_overwritten(inventory.module(index), method)
-        ]
-        if found:
-            yield Finding(
-                code="FK107",
-                severity="error",
-                title=f"{method} was overwritten by a value",
-                fqns=tuple(info.fqn for info in found),
-                cause=f"{plural(len(found), 'module')} with a .{method} that is not a method: "
-                f"nothing was switched, and the next .{method}() raises.",
-                mend="Write a call, not an assignment, and take the value away: "
-                f'[vars(model.get_submodule(name)).pop("{method}") for name in '
-                f"{tuple(info.raw for info in found)!r}].",
-            )
-
-
-def _is_overwritten(module: nn.Module, method: str) -> bool:
-    value = vars(module).get(method)
-    return value is not None and not callable(value)
+    by_method: dict[str, list[ModuleInfo]] = {}
+    for index, info in enumerate(inventory.modules):
+        attributes = vars(inventory.module(index))
+        for method in _METHODS:
+            if method in attributes and not callable(attributes[method]) and info.repeats < 0:
+                by_method.setdefault(method, []).append(info)
+    for method, found in by_method.items():
+        yield Finding(
+            code="FK107",
+            severity="error",
+            title=f"{method} was overwritten by a value",
+            fqns=tuple(info.fqn for info in found),
+            cause=f"{plural(len(found), 'module')} with a .{method} that is not a method: "
+            f"nothing was switched, and the next .{method}() raises.",
+            mend="Write a call, not an assignment, and take the value away: "
+            f'[vars(model.get_submodule(name)).pop("{method}") for name in '
+            f"{tuple(info.raw for info in found)!r}].",
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -59,6 +59,8 @@ def frozen_in_group(context: AuditContext) -> Iterator[Finding]:
     also one of zeros that ``zero_grad(set_to_none=False)`` leaves, momentum and weight decay move
     it: an error.
     """
+    if not context.optimizers:
+        return
     inventory = context.inventory
     moved: dict[int, tuple[str, ...]] = {}
     skipped: list[int] = []
@@ -223,6 +225,8 @@ def listed_twice(context: AuditContext) -> Iterator[Finding]:
 
     It is updated twice a step.
     """
+    if not context.optimizers:
+        return
     inventory = context.inventory
     found: dict[int, int] = {}
     for index in range(len(inventory.parameters)):
@@ -309,6 +313,8 @@ def masked_rows_decay(context: AuditContext) -> Iterator[Finding]:
     A gradient hook that zeroes rows freezes them for plain SGD alone: decoupled weight decay does
     not look at gradients, and momentum from before the mask goes on.
     """
+    if not context.optimizers:
+        return
     inventory = context.inventory
     found: dict[int, str] = {}
     for index, info in enumerate(inventory.parameters):

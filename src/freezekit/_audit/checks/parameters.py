@@ -33,7 +33,7 @@ def not_materialised(context: AuditContext) -> Iterator[Finding]:
     fqns = tuple(
         info.fqn
         for index, info in enumerate(inventory.parameters)
-        if inventory.tensors(index)[0].device.type == "meta" and info.layout != "sharded"
+        if inventory.tensors(index)[0].is_meta and info.layout != "sharded"
     )
     if fqns and len(fqns) < len(inventory.parameters):
         yield Finding(

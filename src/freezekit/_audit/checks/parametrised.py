@@ -16,6 +16,9 @@ from freezekit._format import plural
 
 __all__ = ["computed_weight_looks_frozen", "computed_weight_moves"]
 
+# What the old weight_norm, spectral_norm and pruning put in a weight's place.
+_SUFFIXES = ("_g", "_v", "_orig")
+
 
 class _Computed(NamedTuple):
     """A weight that is computed from parameters: where, what it is called, and from which."""
@@ -92,20 +95,21 @@ def computed_weight_looks_frozen(context: AuditContext) -> Iterator[Finding]:
 
 def _computed_weights(context: AuditContext) -> Iterator[_Computed]:
     inventory = context.inventory
-    for index, info in enumerate(inventory.modules):
-        if info.repeats >= 0:
-            continue
-        module = inventory.module(index)
-        own = {
-            inventory.entries[i].fqn.rpartition(".")[2]: inventory.entries[i].parameter
-            for i in context.own_entries(index)
-        }
-        if parametrize.is_parametrized(module):
-            yield from _parametrised(context, index)
+    for info in inventory.modules:
+        named = info.raw.endswith("parametrizations") and info.parent >= 0 and info.repeats < 0
+        if named and parametrize.is_parametrized(inventory.module(info.parent)):
+            yield from _parametrised(context, info.parent)
+    suffixed: dict[int, dict[str, int]] = {}
+    for entry in inventory.entries:
+        if entry.raw.endswith(_SUFFIXES):
+            owner = inventory.parameters[entry.parameter].owner
+            suffixed.setdefault(owner, {})[entry.raw.rpartition(".")[2]] = entry.parameter
+    for index, own in suffixed.items():
+        attributes = vars(inventory.module(index))
         for name, parameter in own.items():
             if name.endswith("_g") and f"{name[:-2]}_v" in own:
                 yield _Computed(index, name[:-2], (parameter, own[f"{name[:-2]}_v"]))
-            elif name.endswith("_orig") and isinstance(vars(module).get(name[:-5]), torch.Tensor):
+            elif name.endswith("_orig") and isinstance(attributes.get(name[:-5]), torch.Tensor):
                 yield _Computed(index, name[:-5], (parameter,))
 
 
