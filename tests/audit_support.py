@@ -67,7 +67,7 @@ def _does_something(node: ast.stmt) -> bool:
     )
 
 
-def apply_mend(finding: fk.Finding, **names: Any) -> dict[str, Any]:
+def apply_mend(finding: fk.Finding, /, **names: Any) -> dict[str, Any]:
     """Run a mend's code as it stands; returns the names after it."""
     scope = {"freezekit": fk, "torch": torch, **names}
     with warnings.catch_warnings():

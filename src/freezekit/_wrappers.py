@@ -127,7 +127,8 @@ def _frame_makers() -> list[Callable[[Callable[..., Any]], Any]]:
 
 def is_kind(module: nn.Module, *names: str) -> bool:
     """Whether the module's class, or a base of it, is called so."""
-    return _is_class_of(type(module), names)
+    kind: Any = type(module)
+    return _is_class_of(kind, names)
 
 
 @lru_cache(maxsize=4096)

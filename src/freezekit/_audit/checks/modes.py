@@ -18,6 +18,7 @@ __all__ = [
     "drop_rate",
     "learning_in_eval",
     "makes_features",
+    "on_cuda",
     "recurrent_in_eval",
 ]
 
@@ -138,8 +139,7 @@ def recurrent_in_eval(context: AuditContext) -> Iterator[Finding]:
     if not found or not (context.in_training or context.optimizers):
         return
     fqns = tuple(inventory.modules[index].fqn for index in found)
-    tensors = [next(inventory.module(index).parameters(), None) for index in found]
-    on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in tensors)
+    on_gpu = any(on_cuda(inventory.module(index)) for index in found)
     kinds = shorten(dict.fromkeys(inventory.modules[index].type_name for index in found))
     yield Finding(
         code="FK208",
@@ -153,6 +153,11 @@ def recurrent_in_eval(context: AuditContext) -> Iterator[Finding]:
         "set its "
         "dropout to 0.",
     )
+
+
+def on_cuda(module: nn.Module) -> bool:
+    """Whether the module's parameters are on a CUDA device."""
+    return any(parameter.is_cuda for parameter in module.parameters())
 
 
 def drop_rate(module: nn.Module) -> float:

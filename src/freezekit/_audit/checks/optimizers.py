@@ -249,7 +249,7 @@ def listed_twice(context: AuditContext) -> Iterator[Finding]:
             fqns=fqns,
             cause=f"{plural(len(found) + strangers, 'tensor')} listed up to {most} times: each "
             "listing is an update of its own.",
-            mend="Make the optimizer from model.parameters(), which lists each once: optimizer = "
+            mend="Make it anew, with each parameter listed once: optimizer = "
             "type(optimizer)([p for p in model.parameters() if p.requires_grad], "
             "lr=optimizer.defaults['lr']).",
         )

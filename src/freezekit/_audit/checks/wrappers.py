@@ -210,7 +210,8 @@ def compiled_for_other_flags(context: AuditContext) -> Iterator[Finding]:
         changed = [[n for n, flag in flags.items() if now[n] != flag] for flags in compiled]
         if not changed or not all(changed):
             continue
-        names = min(changed, key=len)
+        fewest: set[str] = set(min(changed, key=len))
+        names = [name for name in now if name in fewest]
         prefix = f"{info.fqn}." if info.fqn else ""
         yield Finding(
             code="FK504",
