@@ -207,10 +207,12 @@ def compiled_for_other_flags(context: AuditContext) -> Iterator[Finding]:
         compiled = _wrappers.flags_compiled_for(module)
         inner = _inner_of(module)
         now = {name: p.requires_grad for name, p in inner.named_parameters(remove_duplicate=False)}
-        changed = [[n for n, flag in flags.items() if now[n] != flag] for flags in compiled]
+        changed: list[list[str]] = [
+            [n for n, flag in flags.items() if now[n] != flag] for flags in compiled
+        ]
         if not changed or not all(changed):
             continue
-        fewest: set[str] = set(min(changed, key=len))
+        fewest = set(min(changed, key=len))
         names = [name for name in now if name in fewest]
         prefix = f"{info.fqn}." if info.fqn else ""
         yield Finding(

@@ -171,8 +171,7 @@ def _run(
         record.kept = _kept_graphs(watcher)
         _note_changes(context, saved, watcher, record, keep=keep)
     finally:
-        if not keep:
-            record.restored = saved.restore()
+        record.restored = not keep and saved.restore()
     record.snapshot_bytes = saved.nbytes
     record.watched_seconds = time.perf_counter() - start
     return record
