@@ -1,4 +1,4 @@
-"""What freezekit itself costs: import time, and freeze and audit on very large models.
+"""What freezekit itself costs: import time, freeze and audit on very large models, audit_step.
 
 Run by ``nox -s bench``. Models are on the meta device: they have structure and no weights.
 Figures are medians over several runs, in milliseconds, with the spread beside them.
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -108,6 +109,54 @@ def many_tensors(count: int) -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(1, 1)})
 
 
+def bert_step() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """BERT-base with a head, AdamW, and one training step: batch 4, length 128."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model: nn.Module = BertForSequenceClassification(BertConfig()).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(0, 30_000, (4, 128))
+    labels = torch.tensor([0, 1, 0, 1])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def measure_step(runs: int) -> list[Timing]:
+    """A step of BERT-base by itself, and under audit_step; the bound is 1.5 times the step."""
+    model, optimizer, step = bert_step()
+    count = len(list(model.parameters()))
+    timings = []
+    for name, freeze in (("all trainable", False), ("10 of 12 layers frozen", True)):
+        if freeze:
+            # By hand, so that the optimizer keeps what it holds.
+            for parameter in model.get_submodule("bert.embeddings").parameters():
+                parameter.requires_grad = False
+            for layer in model.get_submodule("bert.encoder.layer")[:10]:  # type: ignore[index]
+                layer.requires_grad_(False)
+        alone = summarize(f"BERT-base step, {name}", count, time_calls(step, runs))
+        timings.append(alone)
+        for kind in ("copy", "hash"):
+            reports: list[freezekit.AuditReport] = []
+
+            def audited(kind: str = kind, reports: list[Any] = reports) -> None:
+                reports.append(
+                    freezekit.audit_step(model, step, optimizer=optimizer, snapshot=kind)  # type: ignore[arg-type]
+                )
+
+            seconds = time_calls(audited, runs)
+            found = reports[-1].step
+            taken = found.snapshot_bytes / 2**20 if found is not None else 0
+            limit = 1.5 * alone.median_ms
+            label = f"  audit_step, {kind} ({taken:,.0f} MiB kept)"
+            timings.append(summarize(label, count, seconds, limit))
+    return timings
+
+
 def measure(runs: int, sizes: list[int]) -> list[Timing]:
     """All timings, with a progress bar."""
     # Public names are imported when they are asked for: the second line is what using them costs.
@@ -134,12 +183,23 @@ def measure(runs: int, sizes: list[int]) -> list[Timing]:
             limit_ms=200,
         )
     )
+    optimizer = torch.optim.AdamW([p for p in llama.parameters() if p.requires_grad])
+    timings.append(
+        summarize(
+            "Llama-3.1-70B: audit + optimizer + report",
+            count,
+            time_calls(lambda: str(freezekit.audit(llama, optimizer=optimizer)), runs),
+            limit_ms=200,
+        )
+    )
+    timings += measure_step(max(2, runs // 2))
     for size in track(sizes, "growth", console=Console(stderr=True), transient=True):
         model = many_tensors(size)
         freeze = time_calls(partial(freezekit.freeze, model, "blocks"), max(2, runs // 3))
         timings.append(summarize("freeze", size, freeze))
         audit = time_calls(partial(freezekit.audit, model), max(2, runs // 3))
-        timings.append(summarize("audit", size, audit))
+        limit = 3_000 if size == 100_000 else None
+        timings.append(summarize("audit", size, audit, limit))
     return timings
 
 

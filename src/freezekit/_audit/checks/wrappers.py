@@ -212,8 +212,9 @@ def compiled_for_other_flags(context: AuditContext) -> Iterator[Finding]:
         ]
         if not changed or not all(changed):
             continue
-        fewest = set(min(changed, key=len))
-        names = [name for name in now if name in fewest]
+        # Of several compiled forms the one that is nearest.
+        nearest = changed[[len(found) for found in changed].index(min(map(len, changed)))]
+        names = [name for name in now if name in set(nearest)]
         prefix = f"{info.fqn}." if info.fqn else ""
         yield Finding(
             code="FK504",
