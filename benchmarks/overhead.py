@@ -138,7 +138,7 @@ def measure_step(runs: int) -> list[Timing]:
             for parameter in model.get_submodule("bert.embeddings").parameters():
                 parameter.requires_grad = False
             for layer in model.get_submodule("bert.encoder.layer")[:frozen]:  # type: ignore[index]
-                layer.requires_grad_(False)
+                layer.requires_grad_(requires_grad=False)
         alone = summarize(f"BERT-base step, {name}", count, time_calls(step, runs))
         timings.append(alone)
         for kind in ("copy", "hash"):
