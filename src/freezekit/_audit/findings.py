@@ -25,6 +25,8 @@ class Finding:
         fqns: the parameters or modules that it is about.
         cause: one sentence, with the values seen.
         mend: one sentence, with the code to write.
+        where: the ``fqns`` for a reader: whole modules in the place of all of their parameters, and
+            blocks alike in one line; filled in by the audit.
     """
 
     code: str
@@ -33,3 +35,4 @@ class Finding:
     fqns: tuple[str, ...]
     cause: str
     mend: str
+    where: tuple[str, ...] = ()

@@ -10,7 +10,15 @@ from freezekit._fold import fold_names, is_number
 from freezekit._selection import resolve
 from freezekit.errors import FreezekitError
 
-__all__ = ["as_argument", "as_attribute", "eval_code", "mode_code", "outermost_frozen", "raw_names"]
+__all__ = [
+    "as_argument",
+    "as_attribute",
+    "eval_code",
+    "mode_code",
+    "outermost_frozen",
+    "raw_names",
+    "where_text",
+]
 
 
 # More names than this are no code to be read.
@@ -36,6 +44,13 @@ def as_argument(context: AuditContext, fqns: Sequence[str]) -> str:
     if len(names) == 1:
         return f'"{names[0]}"'
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def where_text(context: AuditContext, fqns: Sequence[str]) -> tuple[str, ...]:
+    """The FQNs for a reader: whole modules, folded; the model's class for the model itself."""
+    kind = context.inventory.modules[0].type_name
+    names = fold_names(_whole_modules(context, fqns))
+    return tuple(name or f"{kind} (all of it)" for name in names)
 
 
 def _whole_modules(context: AuditContext, fqns: Sequence[str]) -> Sequence[str]:

@@ -17,7 +17,6 @@ from freezekit._audit.running import CheckDoc
 from freezekit._audit.sarif import to_sarif
 from freezekit._audit.step.record import StepSummary
 from freezekit._audit.tree import ModuleRow
-from freezekit._fold import fold_names
 from freezekit._format import format_bytes, format_count, format_percent, plural, shorten
 from freezekit._report import Report
 from freezekit._tables import Column, Section, Table
@@ -92,7 +91,7 @@ class AuditReport(Report):
         if found:
             lines = [f"{self.model}: {plural(len(found), 'finding')}"]
             for finding in found:
-                where = f" ({shorten(fold_names(finding.fqns))})" if finding.fqns else ""
+                where = f" ({shorten(finding.where)})" if finding.where else ""
                 lines.append(f"  {finding.code} {finding.severity}: {finding.title}{where}")
                 lines.append(f"    {finding.cause} {finding.mend}")
             raise AuditFailedError("\n".join(lines), self)
@@ -251,9 +250,8 @@ def _cells(row: ModuleRow) -> tuple[str, ...]:
 
 def _finding_lines(finding: Finding) -> list[str]:
     lines = [f"{finding.code} {finding.severity}: {finding.title}"]
-    if finding.fqns:
-        folded = fold_names(finding.fqns)
-        lines.append(f"  where: {shorten(folded, 6)}")
+    if finding.where:
+        lines.append(f"  where: {shorten(finding.where, 6)}")
     lines.append(f"  cause: {finding.cause}")
     lines.append(f"  mend:  {finding.mend}")
     return lines

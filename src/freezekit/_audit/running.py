@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from freezekit._audit.checks import Check
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import SEVERITIES, Finding
+from freezekit._audit.mends import where_text
 
 __all__ = ["CHECK_FAILED", "CheckDoc", "check_codes", "check_doc", "run_checks"]
 
@@ -86,7 +88,11 @@ def run_checks(
             findings.append(_failed(check, error))
         else:
             findings += found
-    kept = [finding for finding in findings if finding.code not in ignored]
+    kept = [
+        finding if finding.where else replace(finding, where=where_text(context, finding.fqns))
+        for finding in findings
+        if finding.code not in ignored
+    ]
     return tuple(sorted(kept, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 

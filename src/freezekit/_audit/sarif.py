@@ -8,7 +8,6 @@ from typing import Any
 
 from freezekit._audit.findings import Finding, Severity
 from freezekit._audit.running import CheckDoc
-from freezekit._fold import fold_names
 from freezekit._version import __version__
 
 __all__ = ["to_sarif"]
@@ -75,8 +74,7 @@ def _result(
 ) -> dict[str, Any]:
     location: dict[str, Any] = {
         "logicalLocations": [
-            {"fullyQualifiedName": name or model, "kind": "member"}
-            for name in fold_names(finding.fqns) or (model,)
+            {"fullyQualifiedName": name, "kind": "member"} for name in finding.where or (model,)
         ]
     }
     if file is not None:
