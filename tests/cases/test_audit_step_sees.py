@@ -92,6 +92,50 @@ def no_grad_inside() -> Case:
     return Case(model, lambda: model(X).sum().backward(), "FK803", expected, "because encoder runs")
 
 
+class Decorated(nn.Module):
+    """A frozen-to-be encoder whose forward is decorated, with a token of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(3))
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.token
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def decorated_forward() -> Case:
+    model = parts(encoder=Decorated(), head=nn.Linear(3, 1))
+
+    def step() -> None:
+        model["head"](model["encoder"](X)).sum().backward()
+
+    expected = ("encoder.token", *names("encoder.layers.0", "encoder.layers.1"))
+    return Case(model, step, "FK803", expected, "because encoder runs under torch.no_grad()")
+
+
+class UnusedPrompts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(2))
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x + self.prompts[0])
+        return found
+
+
+def unused_in_a_list() -> Case:
+    model = UnusedPrompts()
+    cause = "the forward of the model does not use them"
+    expected = ("prompts.1",)
+    return Case(model, lambda: model(X).sum().backward(), "FK807", expected, cause, "warning")
+
+
 def b46_reentrant() -> Case:
     model = parts(emb=nn.Embedding(4, 3), block=nn.Linear(3, 3), head=nn.Linear(3, 1))
     freeze_by_hand(model["emb"])

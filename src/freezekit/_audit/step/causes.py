@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal, NamedTuple, TypeAlias
 
+from torch import nn
+
+from freezekit import _wrappers
 from freezekit._audit.context import AuditContext
 from freezekit._audit.step.record import Call, StepRecord
 
@@ -56,8 +59,11 @@ class _Finder:
         self.context = context
         self.record = record
         self.calls: dict[int, list[Call]] = defaultdict(list)
+        self.inner: dict[Call, list[Call]] = defaultdict(list)
         for call in record.calls:
             self.calls[call.module].append(call)
+            if call.parent is not None:
+                self.inner[call.parent].append(call)
         self.owners: dict[int, list[int]] = defaultdict(list)
         for module in range(len(context.inventory.modules)):
             for i in context.own_entries(module):
@@ -106,8 +112,6 @@ class _Finder:
 
     def compiled_around(self, owner: int) -> int:
         """The compiled module that ``owner`` lies in, which was not looked into; -1 for none."""
-        from freezekit import _wrappers
-
         modules = self.context.inventory.modules
         index = modules[owner].parent
         while index >= 0:
@@ -123,7 +127,16 @@ class _Finder:
             return Cause("inference", call.boundary.module)
         if any(call.reentrant for call in calls):
             return Cause("checkpoint", call.boundary.module)
-        return Cause("no_grad", call.boundary.module)
+        boundary = call.boundary
+        around = boundary.parent
+        # A forward that is decorated with no_grad switches off around all that it calls.
+        if around is not None and not around.output_requires and not self.records_in(around):
+            boundary = around
+        return Cause("no_grad", boundary.module)
+
+    def records_in(self, call: Call) -> bool:
+        """Whether something that was called from within this call recorded gradients."""
+        return any(inner.grad for inner in self.inner.get(call, ()))
 
     def of_uncalled(self, owner: int, module: int, recording: list[Call]) -> Cause:
         """The owner was not called, but something around it was.
@@ -133,7 +146,11 @@ class _Finder:
         """
         outermost = self.outermost_uncalled(owner)
         if any(call.grad_arrived for call in recording) or module == 0:
-            return Cause("not_called", outermost)
+            listed = isinstance(
+                self.context.inventory.module(owner), nn.ParameterList | nn.ParameterDict
+            )
+            # What has no forward is not called, but used by the module around it.
+            return Cause("not_used", module) if listed else Cause("not_called", outermost)
         return self.of_recording(module, recording, recording)
 
     def of_recording(self, module: int, calls: list[Call], recording: list[Call]) -> Cause:
@@ -143,6 +160,9 @@ class _Finder:
                 return Cause("autocast", module)
             return Cause("not_used", module)
         if not any(call.output_requires for call in recording):
+            inner = [call for outer in recording for call in self.inner.get(outer, ())]
+            if inner and not any(call.grad for call in inner):
+                return Cause("no_grad", module)
             if any(call.autocast for call in recording) and any(not call.grad for call in calls):
                 return Cause("autocast", module)
             return Cause("cut_inside", module)
