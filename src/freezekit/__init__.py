@@ -4,6 +4,8 @@
 freeze           `freeze`, `unfreeze`, `train_only`, `frozen`; `select` is the dry run
 keep             `freeze_state`, `load_freeze_state`: the freeze as JSON, for checkpoints
 look             `audit`: what learns, what does not, and what is wrong
+extract          `FrozenFeatureExtractor`: features of a frozen backbone; `extract_features` keeps
+                 them on disk, a `FeatureDataset` reads them
 plan             `estimate_memory`: what a training step takes on a GPU that need not be here
 ===============  ==========================================================================
 """
@@ -16,6 +18,7 @@ from freezekit._version import __version__
 if TYPE_CHECKING:
     from freezekit._audit import AuditReport, Finding, audit
     from freezekit._context import frozen
+    from freezekit._features.extractor import FrozenFeatureExtractor
     from freezekit._freeze import freeze, train_only, unfreeze
     from freezekit._freeze_report import FreezeReport
     from freezekit._memory.estimate import MemoryEstimate, estimate_memory
@@ -27,6 +30,7 @@ __all__ = [
     "Finding",
     "FreezeReport",
     "FreezeState",
+    "FrozenFeatureExtractor",
     "MemoryEstimate",
     "Selection",
     "__version__",
@@ -48,6 +52,7 @@ _FOUND_IN = {
     "Finding": "_audit",
     "FreezeReport": "_freeze_report",
     "FreezeState": "_state",
+    "FrozenFeatureExtractor": "_features.extractor",
     "MemoryEstimate": "_memory.estimate",
     "Selection": "_selection",
     "audit": "_audit",
