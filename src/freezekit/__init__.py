@@ -18,6 +18,8 @@ from freezekit._version import __version__
 if TYPE_CHECKING:
     from freezekit._audit import AuditReport, Finding, audit
     from freezekit._context import frozen
+    from freezekit._features.dataset import FeatureDataset
+    from freezekit._features.extract import extract_features
     from freezekit._features.extractor import FrozenFeatureExtractor
     from freezekit._freeze import freeze, train_only, unfreeze
     from freezekit._freeze_report import FreezeReport
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditReport",
+    "FeatureDataset",
     "Finding",
     "FreezeReport",
     "FreezeState",
@@ -36,6 +39,7 @@ __all__ = [
     "__version__",
     "audit",
     "estimate_memory",
+    "extract_features",
     "freeze",
     "freeze_state",
     "frozen",
@@ -49,6 +53,7 @@ __all__ = [
 # tensors, which an estimate needs, bring in half of the compiler.)
 _FOUND_IN = {
     "AuditReport": "_audit",
+    "FeatureDataset": "_features.dataset",
     "Finding": "_audit",
     "FreezeReport": "_freeze_report",
     "FreezeState": "_state",
@@ -57,6 +62,7 @@ _FOUND_IN = {
     "Selection": "_selection",
     "audit": "_audit",
     "estimate_memory": "_memory.estimate",
+    "extract_features": "_features.extract",
     "freeze": "_freeze",
     "freeze_state": "_state",
     "frozen": "_context",

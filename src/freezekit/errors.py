@@ -35,6 +35,7 @@ __all__ = [
     "PatternError",
     "SimulatedOutOfMemoryError",
     "StoreBusyError",
+    "StoreWriteError",
     "TraceError",
     "TrainableBackboneError",
     "UninitializedParameterWarning",
@@ -391,6 +392,10 @@ class FeatureStoreError(FreezekitError, ValueError):
 
 class StoreBusyError(FeatureStoreError):
     """Another process is writing to the store."""
+
+
+class StoreWriteError(FeatureStoreError, OSError):
+    """A store cannot be written to: no space, no permission."""
 
 
 class DamagedShardError(FeatureStoreError):

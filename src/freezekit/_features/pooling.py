@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from freezekit._features.trees import iter_tensors
 
-__all__ = ["Pool", "check_pool", "pool_tokens", "token_features"]
+__all__ = ["Pool", "check_pool", "fit_mask", "pool_tokens", "token_features"]
 
 Pool: TypeAlias = Literal["cls", "mean", "max", "last_token"] | Callable[..., Tensor]
 
@@ -61,7 +61,7 @@ def pool_tokens(pool: Pool, tokens: Tensor, mask: Tensor | None) -> Tensor:
     ``mask`` is (batch, length), true where there is a token; without it every position counts. A
     row without a token gives NaN.
     """
-    mask = None if mask is None else _fit(mask, tokens)
+    mask = None if mask is None else fit_mask(mask, tokens)
     if not isinstance(pool, str):
         return pool(tokens, mask)
     if mask is not None:
@@ -69,7 +69,7 @@ def pool_tokens(pool: Pool, tokens: Tensor, mask: Tensor | None) -> Tensor:
     return _POOLS[pool](tokens, mask)
 
 
-def _fit(mask: Tensor, tokens: Tensor) -> Tensor:
+def fit_mask(mask: Tensor, tokens: Tensor) -> Tensor:
     """The mask for as many positions as there are features."""
     if mask.dim() != 2 or mask.shape[0] != tokens.shape[0]:
         raise ValueError(
