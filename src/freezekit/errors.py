@@ -64,8 +64,9 @@ class FreezekitError(Exception):
 
 def _rebuild(cls: type[FreezekitError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """An error as it was, without making its message again."""
-    # The base's own: MemoryError's refuses to make an error of several bases.
-    error: FreezekitError = BaseException.__new__(cls, *args)
+    # The base's own: MemoryError's refuses to make an error of several bases. OSError insists.
+    new = OSError.__new__ if issubclass(cls, OSError) else BaseException.__new__
+    error: FreezekitError = new(cls, *args)
     error.args = args
     vars(error).update(state)
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,31 +43,61 @@ def make_runs(batches: Iterable[tuple[int, int, int]]) -> list[Run]:
 
 
 class Places:
-    """Looks up samples; a million batches are expanded and sorted by torch, not by a loop."""
+    """Looks up samples.
+
+    Runs of one writer follow each other, and are looked up as they are. Those of several writers
+    interleave: a million batches are expanded and sorted by torch, not by a loop.
+    """
 
     def __init__(self, runs: Sequence[Sequence[Sequence[int]]]) -> None:
-        every = [(shard, *Run(*run)) for shard, of_shard in enumerate(runs) for run in of_shard]
-        table = torch.tensor(every, dtype=torch.int64).reshape(-1, 6)
-        count = table[:, 3]
-        run_of = torch.repeat_interleave(torch.arange(len(table)), count)
-        position = torch.arange(len(run_of)) - torch.repeat_interleave(
-            count.cumsum(0) - count, count
-        )
+        every = [(shard, Run(*run)) for shard, of_shard in enumerate(runs) for run in of_shard]
+        every.sort(key=lambda found: found[1].first)
+        self.batches = sum(run.batches for _, run in every)
+        self._starts: list[int] = []
+        self._shards: list[int] = []
+        self._rows: list[int] = []
+        self.samples = 0
+        if all(_last(one) < other.first for (_, one), (_, other) in pairwise(every)):
+            for shard, run in every:
+                self._starts.append(self.samples)
+                self._shards.append(shard)
+                self._rows.append(run.row)
+                self.samples += run.batches * run.rows
+        else:
+            self._interleave(every)
+        self._ahead = [start - row for start, row in zip(self._starts, self._rows, strict=True)]
+
+    def _interleave(self, every: Sequence[tuple[int, Run]]) -> None:
+        table = torch.tensor([(shard, *run) for shard, run in every], dtype=torch.int64)
+        batches = table[:, 3]
+        run_of = torch.repeat_interleave(torch.arange(len(table)), batches)
+        before = torch.repeat_interleave(batches.cumsum(0) - batches, batches)
+        position = torch.arange(len(run_of)) - before
         shard, first, step, _, row, rows = table[run_of].unbind(1)
-        batch, order = (first + position * step).sort()
+        _, order = (first + position * step).sort()
+        row = (row + position * rows)[order]
         shard, rows = shard[order], rows[order]
-        row = (row + position * table[run_of][:, 5])[order]
         starts = rows.cumsum(0) - rows
         # Batches that follow each other in one shard are one piece.
-        new = torch.ones(len(batch), dtype=torch.bool)
+        new = torch.ones(len(shard), dtype=torch.bool)
         new[1:] = (shard[1:] != shard[:-1]) | (row[1:] != row[:-1] + rows[:-1])
         self.samples = int(rows.sum())
-        self.batches = len(batch)
-        self._starts: list[int] = starts[new].tolist()
-        self._shards: list[int] = shard[new].tolist()
-        self._rows: list[int] = row[new].tolist()
+        self._starts = starts[new].tolist()
+        self._shards = shard[new].tolist()
+        self._rows = row[new].tolist()
 
     def find(self, sample: int) -> tuple[int, int]:
         """The shard and the row of a sample."""
         piece = bisect_right(self._starts, sample) - 1
-        return self._shards[piece], self._rows[piece] + sample - self._starts[piece]
+        return self._shards[piece], sample - self._ahead[piece]
+
+    def find_all(self, samples: Sequence[int]) -> list[tuple[int, int]]:
+        """The shard and the row of each of some samples."""
+        starts, shards = self._starts, self._shards
+        ahead = self._ahead
+        pieces = [bisect_right(starts, sample) - 1 for sample in samples]
+        return [(shards[p], sample - ahead[p]) for p, sample in zip(pieces, samples, strict=True)]
+
+
+def _last(run: Run) -> int:
+    return run.first + (run.batches - 1) * run.step
