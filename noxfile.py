@@ -111,6 +111,7 @@ def accuracy(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=is_fresh("bench"))
 def bench(session: nox.Session) -> None:
-    """Measure what freezekit itself costs: import time, freeze and audit on large models."""
+    """Measure what freezekit itself costs: import, freeze, audit, features and their store."""
     prepare(session)
     session.run("python", "benchmarks/overhead.py", *session.posargs)
+    session.run("python", "benchmarks/features.py")
