@@ -133,4 +133,4 @@ def bench(session: nox.Session) -> None:
     """Measure what freezekit itself costs: import, freeze, audit, features and their store."""
     prepare(session)
     session.run("python", "benchmarks/overhead.py", *session.posargs)
-    session.run("python", "benchmarks/features.py")
+    session.run("python", "benchmarks/extraction.py")

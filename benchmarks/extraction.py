@@ -33,7 +33,7 @@ import freezekit
 from freezekit import FeatureDataset, FrozenFeatureExtractor, extract_features
 from freezekit._features.identity import backbone_fingerprint
 
-RESULTS = Path(__file__).parent / "results" / "features.json"
+RESULTS = Path(__file__).parent / "results" / "extraction.json"
 WIDTH = 768
 BATCH = 250
 
@@ -384,7 +384,7 @@ def show(figures: Sequence[Figure]) -> None:
 def save(figures: Sequence[Figure], path: Path) -> None:
     """Write the figures as JSON, beside and then renamed."""
     record = {
-        "schema": "freezekit.benchmarks.features/1",
+        "schema": "freezekit.benchmarks.extraction/1",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "freezekit": freezekit.__version__,
