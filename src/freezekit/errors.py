@@ -15,19 +15,33 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuditFailedError",
+    "BackboneMismatchError",
+    "BatchError",
+    "CacheMismatchError",
     "CompiledModelWarning",
+    "DamagedShardError",
+    "FeatureStoreError",
     "FreezeStateError",
     "FreezekitError",
     "FreezekitWarning",
+    "InputGradientWarning",
+    "LayerNotRunError",
+    "NonFiniteFeatureError",
     "NothingTrainableWarning",
     "NumberPrefixWarning",
     "OptimizerError",
+    "PaddingError",
     "PartialTieWarning",
     "PatternError",
     "SimulatedOutOfMemoryError",
+    "StoreBusyError",
+    "StoreWriteError",
     "TraceError",
+    "TrainableBackboneError",
     "UninitializedParameterWarning",
+    "UnknownLayerError",
     "UnmatchedPatternError",
+    "UnrepeatableFeaturesError",
     "UnsupportedModelError",
     "UntrainableParameterError",
 ]
@@ -50,8 +64,9 @@ class FreezekitError(Exception):
 
 def _rebuild(cls: type[FreezekitError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """An error as it was, without making its message again."""
-    # The base's own: MemoryError's refuses to make an error of several bases.
-    error: FreezekitError = BaseException.__new__(cls, *args)
+    # The base's own: MemoryError's refuses to make an error of several bases. OSError insists.
+    new = OSError.__new__ if issubclass(cls, OSError) else BaseException.__new__
+    error: FreezekitError = new(cls, *args)
     error.args = args
     vars(error).update(state)
     return error
@@ -214,6 +229,218 @@ class SimulatedOutOfMemoryError(FreezekitError, MemoryError):
         self.largest_free = largest_free
 
 
+# Features
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    """``_listed(["a", "b"])`` is ``"a, b"``; long lists are cut."""
+    more = f", ... and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+class TrainableBackboneError(FreezekitError, RuntimeError):
+    """A backbone that gives features has trainable parameters, or modules in train mode.
+
+    Attributes:
+        parameters: FQNs of the parameters that require a gradient.
+        modules: FQNs of the modules that are in train mode.
+    """
+
+    def __init__(self, parameters: Sequence[str], modules: Sequence[str] = ()) -> None:
+        self.parameters = tuple(parameters)
+        self.modules = tuple(modules)
+        lines = []
+        if self.parameters:
+            lines.append(
+                f"{len(self.parameters)} parameter(s) of the frozen backbone require a gradient, "
+                f"and would get none: {_listed(self.parameters)}. Freeze them again "
+                "(freezekit.freeze), or call the backbone itself to train it"
+            )
+        if self.modules:
+            lines.append(
+                f"{len(self.modules)} module(s) of the backbone are in train mode, past the hold: "
+                f"{_listed(self.modules)}. Something set .training by hand; call .eval()"
+            )
+        super().__init__("; ".join(lines))
+
+
+class UnknownLayerError(FreezekitError, LookupError):
+    """Layers that the backbone does not have, all of them at once.
+
+    Attributes:
+        layers: the names that were given.
+        suggestions: for each of them, the nearest names that exist.
+    """
+
+    def __init__(self, layers: Sequence[str], suggestions: Sequence[Sequence[str]]) -> None:
+        self.layers = tuple(layers)
+        self.suggestions = tuple(tuple(names) for names in suggestions)
+        lines = [f"{len(self.layers)} layer(s) are not in the backbone:"]
+        for layer, near in zip(self.layers, self.suggestions, strict=True):
+            hint = f"  - did you mean {', '.join(map(repr, near))}?" if near else ""
+            lines.append(f"  {layer!r}{hint}")
+        super().__init__("\n".join(lines))
+
+
+class LayerNotRunError(FreezekitError, RuntimeError):
+    """Layers that exist but did not run in this forward pass.
+
+    Attributes:
+        layers: their FQNs.
+    """
+
+    def __init__(self, layers: Sequence[str], hint: str = "") -> None:
+        self.layers = tuple(layers)
+        tail = f"; {hint}" if hint else ""
+        super().__init__(
+            f"{len(self.layers)} layer(s) exist but did not run in this forward pass: "
+            f"{_listed([repr(name) for name in self.layers])}{tail}"
+        )
+
+
+class UnrepeatableFeaturesError(FreezekitError, RuntimeError):
+    """Two passes over one batch gave different features, or changed the backbone.
+
+    Attributes:
+        modules: FQNs of the modules in which the difference arises.
+        buffers: FQNs of the buffers that a pass changed.
+    """
+
+    def __init__(
+        self, reason: str, modules: Sequence[str] = (), buffers: Sequence[str] = ()
+    ) -> None:
+        self.reason = reason
+        self.modules = tuple(modules)
+        self.buffers = tuple(buffers)
+        super().__init__(reason)
+
+
+class BackboneMismatchError(FreezekitError, ValueError):
+    """A state dict that leaves the backbone out was made with another backbone.
+
+    Attributes:
+        saved: the fingerprint in the state dict.
+        found: that of this backbone.
+    """
+
+    def __init__(self, saved: str, found: str) -> None:
+        self.saved = saved
+        self.found = found
+        super().__init__(
+            f"this state dict was made with another backbone: its fingerprint is {saved[:12]}, "
+            f"that of this backbone is {found[:12]}. Load the backbone's own weights first"
+        )
+
+
+class BatchError(FreezekitError, ValueError):
+    """A batch that features cannot be extracted from.
+
+    Attributes:
+        batch: its index in the iterable.
+        reason: what is wrong with it, and what would work.
+    """
+
+    def __init__(self, batch: int, reason: str) -> None:
+        self.batch = batch
+        self.reason = reason
+        super().__init__(f"batch {batch}: {reason}")
+
+
+class NonFiniteFeatureError(FreezekitError, ValueError):
+    """A feature is NaN or infinite, or does not fit into the dtype that it is stored in.
+
+    Attributes:
+        sample: the first such sample's index in the data.
+        feature: the feature's name.
+        count: how many samples of its batch are affected.
+    """
+
+    def __init__(self, sample: int, feature: str, count: int, reason: str) -> None:
+        self.sample = sample
+        self.feature = feature
+        self.count = count
+        more = f" (and {count - 1} more of its batch)" if count > 1 else ""
+        super().__init__(f"feature {feature!r} of sample {sample}{more} {reason}")
+
+
+class PaddingError(FreezekitError, ValueError):
+    """A sample's features change with the padding beside it.
+
+    Attributes:
+        sample: the sample's index in the data.
+        difference: the largest difference, relative to the largest feature.
+    """
+
+    def __init__(self, sample: int, difference: float, reason: str) -> None:
+        self.sample = sample
+        self.difference = difference
+        super().__init__(reason)
+
+
+class FeatureStoreError(FreezekitError, ValueError):
+    """A directory cannot be used as a feature store.
+
+    Attributes:
+        directory: which.
+        reason: what is wrong, and what would work.
+    """
+
+    def __init__(self, directory: str, reason: str) -> None:
+        self.directory = directory
+        self.reason = reason
+        super().__init__(f"{directory}: {reason}")
+
+
+class StoreBusyError(FeatureStoreError):
+    """Another process is writing to the store."""
+
+
+class StoreWriteError(FeatureStoreError, OSError):
+    """A store cannot be written to: no space, no permission."""
+
+
+class DamagedShardError(FeatureStoreError):
+    """Shards of a store are missing, cut short or altered.
+
+    Attributes:
+        shards: ``(file name, what is wrong)`` of each.
+    """
+
+    def __init__(self, directory: str, shards: Sequence[tuple[str, str]]) -> None:
+        self.shards = tuple(shards)
+        shown = "\n".join(f"  {name} - {why}" for name, why in self.shards[:10])
+        more = len(self.shards) - 10
+        tail = f"\n  ... and {more} more" if more > 0 else ""
+        super().__init__(
+            directory,
+            f"{len(self.shards)} shard(s) are damaged:\n{shown}{tail}\n"
+            "extract_features(..., verify=True) with the same batches makes them again, alone",
+        )
+
+
+class CacheMismatchError(FreezekitError, ValueError):
+    """A feature store was made by something else; nothing was read from it.
+
+    Attributes:
+        directory: the store's.
+        differences: ``(field, in the store, here)`` of each part of the identity that differs.
+    """
+
+    def __init__(self, directory: str, differences: Sequence[tuple[str, str, str]]) -> None:
+        self.directory = directory
+        self.differences = tuple(differences)
+        lines = [f"{directory} holds features of something else:"]
+        width = max(len(name) for name, _, _ in self.differences)
+        for name, stored, here in self.differences:
+            lines.append(f"  {name:<{width}}  {_cut(stored)} in the store, {_cut(here)} here")
+        lines.append("use another directory, or delete this one")
+        super().__init__("\n".join(lines))
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= 40 else f"{value[:37]}..."
+
+
 # -- warnings ----------------------------------------------------------------------------------
 
 
@@ -239,3 +466,7 @@ class UninitializedParameterWarning(FreezekitWarning):
 
 class CompiledModelWarning(FreezekitWarning):
     """Flags changed in a model of which ``torch.compile`` already holds compiled code."""
+
+
+class InputGradientWarning(FreezekitWarning):
+    """An input of a frozen feature extractor requires a gradient, which ends there."""

@@ -1,0 +1,1 @@
+"""Features of a frozen backbone: the module that gives them, and the store that keeps them."""
