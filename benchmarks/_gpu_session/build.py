@@ -41,7 +41,9 @@ def build(config: Config, device: str, *, small: bool) -> Setup:
     if config.precision == "bf16":
         model = model.to(torch.bfloat16)
     if config.checkpointed:
-        model.gradient_checkpointing_enable()
+        # Renamed in transformers 5.
+        older = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
     if config.frozen == "front":
         freezekit.freeze(model, front)
     elif config.frozen == "all but last":
