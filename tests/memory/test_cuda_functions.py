@@ -137,3 +137,25 @@ def test_dropout_outside_training_is_nothing() -> None:
     with CudaFunctions():
         assert functional.dropout(x, 0.5, training=False) is x
         assert torch.equal(functional.dropout(x, 0.0), x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_forward_is_the_same_the_second_time(reentrant: bool) -> None:
+    """What is recomputed in the backward pass calls what CUDA calls, as the forward pass did."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def inner(x: torch.Tensor) -> torch.Tensor:
+                return functional.dropout(self.linear(x).relu(), 0.5)
+
+            out: Any = checkpoint(inner, self.linear(x), use_reentrant=reentrant)
+            return out  # type: ignore[no-any-return]
+
+    estimate = estimate_memory(Block(), torch.zeros(32, 64), optimizer=None, steps=1)
+    dropped = [f.phase for f in estimate.stream.allocations if f.operation == "aten.native_dropout"]
+    assert set(dropped) == {"forward", "backward"}

@@ -21,8 +21,9 @@ __all__ = ["CudaFunctions", "attention_backend"]
 
 Capability = tuple[int, int]
 
-# Python functions whose body calls functions that are replaced.
-_REENTERED = frozenset({"multi_head_attention_forward", "gumbel_softmax"})
+# Python functions whose body calls functions that are replaced. The backward pass does: it runs
+# checkpointed forwards again.
+_REENTERED = frozenset({"backward", "multi_head_attention_forward", "gumbel_softmax"})
 
 
 class CudaFunctions(TorchFunctionMode):
