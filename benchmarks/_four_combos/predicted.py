@@ -48,7 +48,7 @@ def predict(
         model, tokens(settings.batch_size), loss=loss, optimizer="adam"
     )
     largest = freezekit.max_batch_size(
-        model, tokens, settings.budget_bytes, loss=loss, optimizer="adam"
+        model, tokens, settings.budget_bytes, advise=False, loss=loss, optimizer="adam"
     )
     return PredictedRow(
         attention=attention,

@@ -141,12 +141,14 @@ def test_experts_in_fp32_are_estimated() -> None:
     assert dict(estimate.breakdown)["optimizer_state"] > 0
 
 
-def test_distributions_are_not_asked_about_values() -> None:
+def test_distributions_are_not_asked_about_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """They check their arguments, for which a trace has no values; afterwards they do again."""
 
     def sample(x: torch.Tensor) -> torch.Tensor:
         return x + torch.distributions.Normal(x, x.exp()).rsample()
 
+    # (Some libraries turn the checks off for good when they are imported.)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     assert estimate_memory(Asking(sample), torch.ones(6, 4)).peak_allocated > 0
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))

@@ -48,6 +48,7 @@ class BatchSizeEstimate(Report):
         freeze_for_next: patterns that would have to be frozen, from the front on, for
             ``next_size`` to fit; empty if that would not be enough, or everything before the last
             part is frozen already.
+        advised: whether that was looked for.
         curve: the sizes that were traced, smallest first.
         estimate: of the largest batch that fits.
     """
@@ -57,6 +58,7 @@ class BatchSizeEstimate(Report):
     batch_size: int
     next_size: int | None
     freeze_for_next: tuple[str, ...]
+    advised: bool
     curve: tuple[BatchPoint, ...]
     estimate: MemoryEstimate | None = field(repr=False)
 
@@ -71,7 +73,7 @@ class BatchSizeEstimate(Report):
         if self.freeze_for_next:
             parts = shorten(list(self.freeze_for_next), 6)
             lines.append(f"{self.next_size} would fit with these frozen: {parts}")
-        elif self.next_size is not None:
+        elif self.advised and self.next_size is not None:
             lines.append(f"{self.next_size} would not fit by freezing from the front on")
         rows = tuple(
             (
@@ -95,6 +97,7 @@ def max_batch_size(
     multiple_of: int = 1,
     precision: float = 0.01,
     limit: int = 65536,
+    advise: bool = True,
     progress: Callable[[BatchPoint], None] | None = None,
     **options: Any,
 ) -> BatchSizeEstimate:
@@ -118,6 +121,8 @@ def max_batch_size(
         precision: sizes that differ by less than this share are not told apart, so that a search
             among thousands ends early; 0 for the very largest.
         limit: no larger size is looked at.
+        advise: whether to find what would have to be frozen for the next size, which takes more
+            traces.
         progress: called with every size that was traced.
         options: those of :func:`freezekit.estimate_memory`.
 
@@ -140,7 +145,8 @@ def max_batch_size(
         budget=nbytes,
         batch_size=largest,
         next_size=next_size,
-        freeze_for_next=search.freeze_for(next_size) if next_size is not None else (),
+        freeze_for_next=search.freeze_for(next_size) if advise and next_size is not None else (),
+        advised=advise and options.get("train") is not False,
         curve=tuple(search.points[size] for size in sorted(search.points)),
         estimate=search.estimates.get(largest),
     )
