@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import freezekit as fk
 from features.features_support import (
@@ -23,7 +24,6 @@ from features.features_support import (
     bare,
     make_bert,
     make_convnet,
-    make_gpt2,
     state,
     token_batch,
     unchanged,
@@ -399,9 +399,14 @@ def test_parts_give_what_the_whole_gives(size: int, pool: Any) -> None:
 
 def test_what_cannot_be_put_together_is_refused() -> None:
     """A cache of keys and values is no tensor per sample; a scalar has no batch."""
-    extractor = FrozenFeatureExtractor(make_gpt2(), micro_batch_size=1)
+
+    class Cached(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"hidden": x, "cache": DynamicCache()}
+
+    extractor = FrozenFeatureExtractor(Cached(), micro_batch_size=1)
     with pytest.raises(ValueError, match=r"DynamicCache.*use_cache=False"):
-        extractor(token_batch([3, 3])["input_ids"])
+        extractor(torch.randn(2, 4))
     scalar = FrozenFeatureExtractor(Returns(lambda x: {"loss": x.sum()}), micro_batch_size=1)
     with pytest.raises(ValueError, match=r"\['loss'\] has the shape \(\) for 1 samples"):
         scalar(torch.randn(2, 4))

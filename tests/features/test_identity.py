@@ -191,7 +191,8 @@ def test_dtype_is_part_of_it() -> None:
 def test_the_attention_implementation_is_part_of_it() -> None:
     """Eager and fused attention round differently."""
     eager = identity(make_bert(attn_implementation="eager"))
-    assert fields(identity(make_bert(attn_implementation="sdpa")), eager) == ["attention"]
+    # Older versions of transformers have a class for each implementation.
+    assert "attention" in fields(identity(make_bert(attn_implementation="sdpa")), eager)
 
 
 def test_the_configuration_is_part_of_it() -> None:

@@ -165,7 +165,7 @@ def test_lengths_that_change_without_a_mask(tmp_path: Path) -> None:
 
 def test_an_output_that_is_no_feature(tmp_path: Path) -> None:
     """A cache of keys and values, and a scalar, are named."""
-    with pytest.raises(BatchError, match=r"DynamicCache.*use_cache = False"):
+    with pytest.raises(BatchError, match=r"which is no feature.*use_cache = False"):
         quiet(FrozenFeatureExtractor(make_gpt2()), [token_batch([3, 3])], tmp_path / "a")
 
     class Mean(nn.Module):

@@ -25,7 +25,7 @@ __all__ = ["backbone_fingerprint", "differences", "identify"]
 
 # Attributes that change without changing features, or that tell where weights came from.
 _VOLATILE = ("training", "name_or_path", "gradient_checkpointing", "warnings_issued")
-_CONFIG_VOLATILE = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
+_CONFIG_VOLATILE = ("transformers_version", "architectures", "torch_dtype", "dtype", "use_cache")
 
 
 def identify(
@@ -209,7 +209,9 @@ def _configuration(backbone: nn.Module) -> str:
 
 def _stable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(k): _stable(v) for k, v in value.items() if k not in _CONFIG_VOLATILE}
+        # What begins with an underscore is bookkeeping: paths, what was set automatically.
+        kept = {str(k): v for k, v in value.items() if k not in _CONFIG_VOLATILE}
+        return {k: _stable(v) for k, v in kept.items() if not k.startswith("_")}
     if isinstance(value, list | tuple):
         return [_stable(item) for item in value]
     return value

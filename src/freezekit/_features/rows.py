@@ -15,6 +15,12 @@ from freezekit.errors import BatchError, NonFiniteFeatureError
 __all__ = ["Column", "Rows", "Schema", "make_rows", "name_features"]
 
 
+_NO_CACHE = (
+    "which is no feature; choose layers or a pool, or switch it off in the backbone "
+    "(config.use_cache = False)"
+)
+
+
 class Column(NamedTuple):
     """A feature or a column of a store.
 
@@ -113,6 +119,8 @@ def _named(value: Any, name: str, index: int) -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
+            if key == "past_key_values" and item is not None:
+                raise BatchError(index, f"{key!r} is a {type(item).__name__}, {_NO_CACHE}")
             yield from _named(item, f"{name}.{key}" if name else str(key), index)
     elif isinstance(value, list | tuple):
         # A layer's (hidden states,) is its hidden states.
@@ -124,8 +132,7 @@ def _named(value: Any, name: str, index: int) -> Iterator[tuple[str, Tensor]]:
         where = repr(name) if name else "the output"
         raise BatchError(
             index,
-            f"{where} is a {type(value).__name__}, which is no tensor; choose layers or a pool, or "
-            "switch it off in the backbone (config.use_cache = False)",
+            f"{where} is a {type(value).__name__}, {_NO_CACHE}",
         )
 
 
