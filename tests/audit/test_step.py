@@ -578,3 +578,15 @@ def test_an_output_kept_in_a_variable_is_a_note() -> None:
         output.sum().backward()
 
     assert "FK841" not in codes(fk.audit_step(model, detached))
+
+
+def test_where_an_error_was_raised() -> None:
+    """The innermost module in whose forward it was, or none if it was outside of all."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.Linear(4, 1))
+    finding = find(fk.audit_step(model, lambda: model(torch.ones(1, 3))), "FK801")
+    assert finding.fqns == ("1",)
+    assert finding.cause.startswith("RuntimeError in 1: mat1 and mat2 shapes cannot be multiplied")
+    model = nn.Sequential(nn.Linear(3, 1)).requires_grad_(False)
+    finding = find(fk.audit_step(model, lambda: model(torch.ones(1, 3)).sum().backward()), "FK801")
+    assert finding.fqns == ()
+    assert "freezekit.unfreeze" in finding.mend

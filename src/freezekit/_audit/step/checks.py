@@ -11,7 +11,6 @@ from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument, mode_code
 from freezekit._audit.step import missing, values
-from freezekit._audit.step.record import StepRecord
 from freezekit._format import plural, shorten
 
 __all__ = ["DEFAULT_STEP_CHECKS"]
@@ -27,7 +26,7 @@ def step_failed(context: AuditContext) -> Iterator[Finding]:
         return
     error = step.error
     message = " ".join(str(error).split())
-    running = _where_it_stopped(step)
+    running = step.raised_in
     where = f" in {_name(context, running)}" if running is not None else ""
     yield Finding(
         code="FK801",
@@ -80,11 +79,6 @@ def _mend_for(message: str) -> str:
     return "Run the step by itself, with the traceback; audit_step calls it once, as step()."
 
 
-def _where_it_stopped(step: StepRecord) -> int | None:
-    # The innermost call that never returned an output is the last one that was made.
-    return step.calls[-1].module if step.calls and not step.gradients else None
-
-
 def no_gradient_at_all(context: AuditContext) -> Iterator[Finding]:
     """FK802: no gradient arrived at any parameter.
 
@@ -104,9 +98,10 @@ def no_gradient_at_all(context: AuditContext) -> Iterator[Finding]:
         mend = "Call loss.backward() in the step."
     elif any(call.output_requires for call in outer):
         cause = "the model's output required a gradient, and none came back"
-        mend = "Call loss.backward() in the step, and compute the loss from the output itself, "
-        "not from "
-        mend += ".detach(), .item(), .numpy() or a new tensor of it."
+        mend = (
+            "Call loss.backward() in the step, and compute the loss from the output itself, not "
+            "from .detach(), .item(), .numpy() or a new tensor of it."
+        )
     elif not step.calls:
         cause = "no module of this model was called"
         mend = "Run the model that is audited in the step."

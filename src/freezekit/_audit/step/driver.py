@@ -161,11 +161,14 @@ def _run(
             try:
                 returned = step()
             except Exception as error:  # noqa: BLE001  # it becomes a finding
+                if watcher.raised[0] is error:
+                    record.raised_in = watcher.raised[1]
                 record.error = error.with_traceback(None)
                 record.error.__context__ = record.error.__cause__ = None
             record.seconds = time.perf_counter() - began
             watcher.note_flags(gradients=True)
         torch.set_grad_enabled(grad_mode)
+        watcher.raised = (None, -1)
         record.returned_graph = any(t.requires_grad for t in tensors_in(returned))
         del returned
         record.kept = _kept_graphs(watcher)

@@ -141,7 +141,8 @@ def not_in_the_loss(context: AuditContext) -> Iterator[Finding]:
     reasons = {
         "not_called": "{name} was not called in this step",
         "not_used": "the forward of {name} does not use them",
-        "not_reached": "the result of {name} is not used by the loss",
+        "not_reached": "the result of {name} is not used by the loss, or is cut off from it "
+        "(detach, argmax, item)",
     }
     for kind, reason in reasons.items():
         for cause, indices in _missing(context, kind):

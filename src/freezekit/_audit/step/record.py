@@ -147,6 +147,7 @@ class StepRecord:
         kept: outputs that are alive after it with their graph.
         random: frozen modules that drew random numbers, and whether in train mode.
         error: what the step raised.
+        raised_in: index of the innermost module in whose forward it was raised, if in any.
         returned_graph: whether it returned a tensor with a graph.
         autocast: the dtype that autocast cast to, if it was on.
         optimizers: the optimizers that stepped, whether they were given or not.
@@ -165,6 +166,7 @@ class StepRecord:
     kept: list[KeptGraph] = field(default_factory=list)
     random: dict[int, bool] = field(default_factory=dict)
     error: Exception | None = None
+    raised_in: int | None = None
     returned_graph: bool = False
     autocast: torch.dtype | None = None
     optimizers: list[Any] = field(default_factory=list)

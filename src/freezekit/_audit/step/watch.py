@@ -47,6 +47,7 @@ class Watcher:
         self.draws: dict[Call, Any] = {}
         self.before_optimizer: dict[int, int] = {}
         self.moved_by: dict[int, set[str]] = {}
+        self.raised: tuple[BaseException | None, int] = (sys.exc_info()[1], -1)
         self.hooks = ExitStack()
         frozen = context.frozen_set
         modules = context.inventory.modules
@@ -155,11 +156,17 @@ class Watcher:
         if call is None or call.module != index:
             return
         self.stack.pop()
+        raised = sys.exc_info()[1]
+        if output is None and raised is not None and raised is not self.raised[0]:
+            self.raised = (raised, index)  # the innermost module comes first
         if self.versions.pop(call) != _versions(module):
             self.moved_by.setdefault(index, set()).add("forward")
         state = self.draws.pop(call, None)
         if state is not None and not _is_same(state, _random_state()):
             self.record.random.setdefault(index, call.training)
+        self._note_outputs(call, index, output)
+
+    def _note_outputs(self, call: Call, index: int, output: Any) -> None:
         for tensor in tensors_in(output):
             if not tensor.requires_grad:
                 continue
