@@ -590,3 +590,15 @@ def test_where_an_error_was_raised() -> None:
     finding = find(fk.audit_step(model, lambda: model(torch.ones(1, 3)).sum().backward()), "FK801")
     assert finding.fqns == ()
     assert "freezekit.unfreeze" in finding.mend
+
+
+def test_memory_that_runs_out_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what would take less, and nothing was run."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("freezekit._audit.step.driver.SavedState", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory") as caught:
+        fk.audit_step(nn.Linear(1, 1), lambda: pytest.fail("it was run"))
+    assert "snapshot='hash'" in caught.value.__notes__[0]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from freezekit import _wrappers
 from freezekit._audit.checks import Check
 from freezekit._audit.context import AuditContext
 from freezekit._audit.driver import Optimizers, make_context, make_report
@@ -149,10 +150,17 @@ def _run(
 ) -> StepRecord:
     record = StepRecord(snapshot=kind)
     start = time.perf_counter()
-    saved = SavedState(context.model, context.inventory, kind)
     try:
+        saved = SavedState(context.model, context.inventory, kind)
         for optimizer in context.optimizers:
             saved.add_optimizer(optimizer)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "audit_step was copying what the step may change, to put it back; snapshot='hash' "
+            "keeps digests of frozen parameters instead. Nothing was run, nothing was changed."
+        )
+        raise
+    try:
         grad_mode = torch.is_grad_enabled()
         watcher = Watcher(context, saved, record)
         with watcher:
@@ -174,6 +182,8 @@ def _run(
         record.kept = _kept_graphs(watcher)
         _note_changes(context, saved, watcher, record, keep=keep)
     finally:
+        # What FSDP2 has gathered would otherwise stand where its shards are put back.
+        _wrappers.reshard(context.model)
         record.restored = not keep and saved.restore()
     record.snapshot_bytes = saved.nbytes
     record.watched_seconds = time.perf_counter() - start

@@ -275,7 +275,7 @@ def _random_states() -> Callable[[], None]:
     python = random.getstate()
     cpu = torch.get_rng_state()
     cuda: Sequence[torch.Tensor] = ()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all()
     others = _other_devices()
     # Only if the user's program has it: numpy is not freezekit's to import.

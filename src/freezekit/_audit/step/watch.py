@@ -273,7 +273,7 @@ def _versions(module: nn.Module) -> tuple[int, ...]:
 def _random_state() -> list[Any]:
     """The random states that a forward may draw from."""
     state: list[Any] = [torch.get_rng_state(), random.getstate()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state += [generator.get_state() for generator in torch.cuda.default_generators]
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
