@@ -169,9 +169,12 @@ def _masks(hook: object) -> bool:
             at_hand.append(cell.cell_contents)
         except ValueError:  # an empty cell
             continue
+    code = getattr(function, "__code__", None)
+    if code is not None:  # a script's mask is a global variable
+        variables = getattr(function, "__globals__", {})
+        at_hand += [variables[name] for name in code.co_names if name in variables]
     if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in at_hand):
         return True
-    code = getattr(function, "__code__", None)
     if code is None:
         return False
     stores = any(instruction.opname == "STORE_SUBSCR" for instruction in dis.get_instructions(code))

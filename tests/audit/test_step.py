@@ -580,6 +580,33 @@ def test_an_output_kept_in_a_variable_is_a_note() -> None:
     assert "FK841" not in codes(fk.audit_step(model, detached))
 
 
+def test_losses_in_a_list_keep_their_graphs() -> None:
+    """The classic leak: a list, or a running sum, of losses; numbers keep nothing."""
+    model = nn.Linear(3, 1)
+    losses: list[Any] = []
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 3)).sum()
+        torch.autograd.backward(loss)
+        return loss
+
+    finding = find(fk.audit_step(model, lambda: losses.append(step())), "FK841")
+    assert (finding.severity, finding.fqns) == ("warning", ())
+    assert "1 tensor ([]) still alive with a graph, in a list." in finding.cause
+    losses.clear()
+    assert "FK841" not in codes(fk.audit_step(model, lambda: losses.append(step().item())))
+    assert "FK841" not in codes(fk.audit_step(model, step))
+
+
+def test_what_was_kept_before_is_not_the_steps() -> None:
+    """A loss of an earlier step in a variable is no finding."""
+    model = nn.Linear(3, 1)
+    earlier = model(torch.ones(1, 3)).sum()
+    report = fk.audit_step(model, lambda: model(torch.ones(1, 3)).sum().backward())
+    assert earlier.grad_fn is not None
+    assert "FK841" not in codes(report)
+
+
 def test_where_an_error_was_raised() -> None:
     """The innermost module in whose forward it was, or none if it was outside of all."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.Linear(4, 1))

@@ -153,29 +153,30 @@ def random_in_frozen(context: AuditContext) -> Iterator[Finding]:
 
 
 def graph_kept(context: AuditContext) -> Iterator[Finding]:
-    """FK841: a module's output was stored with its graph, and outlives the step.
+    """FK841: a tensor that the step computed was stored with its graph, and outlives the step.
 
-    A hook or a list that keeps outputs for later keeps the graph that made them, with its
-    activations, until it lets go: memory grows from step to step.
+    A hook that keeps features for later, a list of losses, a running sum of them: each keeps the
+    graph that made it, and what that holds, until it lets go; memory grows from step to step. One
+    that a variable or an attribute holds until the next step takes its place is a note.
     """
     step = context.step
     if step is None or not step.kept:
         return
-    indices = dict.fromkeys(kept.module for kept in step.kept)
-    fqns = tuple(context.inventory.modules[index].fqn for index in indices)
-    holders = [kept.holder for kept in step.kept if kept.holder]
-    held = f", in a {shorten(dict.fromkeys(holders))}" if holders else ""
+    modules = context.inventory.modules
+    indices = dict.fromkeys(kept.module for kept in step.kept if kept.module >= 0)
+    fqns = tuple(modules[index].fqn for index in indices)
+    holders = dict.fromkeys(kept.holder for kept in step.kept if kept.holder)
+    held = f", in a {shorten(holders)}" if holders else ""
     shapes = shorten(dict.fromkeys(f"[{','.join(map(str, kept.shape))}]" for kept in step.kept))
+    of = f", outputs of {plural(len(fqns), 'module')}" if fqns else ""
     yield Finding(
         code="FK841",
         severity="warning" if holders else "note",
-        title="an output is kept with its graph after the step",
+        title="a tensor is kept with its graph after the step",
         fqns=fqns,
-        cause=f"{plural(len(step.kept), 'output')} ({shapes}) of {plural(len(fqns), 'module')} "
-        "still "
-        f"alive with its graph{held}.",
-        mend="Store it without: output.detach(); and take hooks off when they have done their "
-        "work.",
+        cause=f"{plural(len(step.kept), 'tensor')} ({shapes}) still alive with a graph{of}{held}.",
+        mend="Store it without: output.detach(), or loss.item(); and take hooks off when they have "
+        "done their work.",
     )
 
 

@@ -31,6 +31,9 @@ __all__ = ["audit_step"]
 _KINDS = ("copy", "hash")
 _AFTER = ("restore", "keep")
 
+# Of this many kept tensors it is looked up what holds them: each takes a walk over the heap.
+_LOOKED_AT = 3
+
 
 def audit_step(
     model: nn.Module,
@@ -163,6 +166,7 @@ def _run(
     try:
         grad_mode = torch.is_grad_enabled()
         watcher = Watcher(context, saved, record)
+        before = {id(tensor) for tensor in _graph_tensors()}
         with watcher:
             began = time.perf_counter()
             returned: Any = None
@@ -179,7 +183,7 @@ def _run(
         watcher.raised = (None, -1)
         record.returned_graph = any(t.requires_grad for t in tensors_in(returned))
         del returned
-        record.kept = _kept_graphs(watcher)
+        record.kept = _kept_graphs(context, watcher, before)
         _note_changes(context, saved, watcher, record, keep=keep)
     finally:
         # What FSDP2 has gathered would otherwise stand where its shards are put back.
@@ -224,28 +228,55 @@ def _note_changes(
 # -- graphs that are kept ----------------------------------------------------------------------
 
 
-def _kept_graphs(watcher: Watcher) -> list[KeptGraph]:
-    alive = [(ref, index) for ref, index in watcher.outputs if ref() is not None]
+def _graph_tensors() -> list[torch.Tensor]:
+    """All tensors of the process that have a graph."""
+    found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+    return [tensor for tensor in found if tensor.grad_fn is not None]
+
+
+def _kept_graphs(context: AuditContext, watcher: Watcher, before: set[int]) -> list[KeptGraph]:
+    """Tensors that the step made with a graph and that outlive it, with what holds them."""
+    alive = [tensor for tensor in _graph_tensors() if id(tensor) not in before]
     if not alive:
         return []
+    del alive
     gc.collect()
-    found: dict[int, KeptGraph] = {}
-    for ref, index in alive:
-        tensor = ref()
-        if tensor is not None and tensor.grad_fn is not None and id(tensor) not in found:
-            found[id(tensor)] = KeptGraph(index, tuple(tensor.shape), "")
-    for key, kept in list(found.items())[:3]:
-        tensor = next((t for ref, _ in alive if (t := ref()) is not None and id(t) == key), None)
-        if tensor is not None:
-            found[key] = kept._replace(holder=_holder(tensor))
-    return list(found.values())
+    made_by = {id(tensor): index for ref, index in watcher.outputs if (tensor := ref()) is not None}
+    # A weight that is computed anew at each forward (weight_norm) is an attribute of its module.
+    modules = context.inventory.modules
+    attributes = {
+        id(value)
+        for index in range(len(modules))
+        for value in vars(context.inventory.module(index)).values()
+    }
+    found: list[KeptGraph] = []
+    tensors = _graph_tensors()
+    for tensor in tensors:
+        index = made_by.get(id(tensor), -1)
+        if id(tensor) in before or (index < 0 and id(tensor) in attributes):
+            continue
+        holder = _holder(tensor, tensors) if len(found) < _LOOKED_AT else ""
+        found.append(KeptGraph(index, tuple(tensor.shape), holder))
+    return found
 
 
-def _holder(tensor: torch.Tensor) -> str:
-    """What holds a tensor: a container's kind, or nothing that is known."""
+def _holder(tensor: torch.Tensor, ours: list[torch.Tensor]) -> str:
+    """The kind of container that holds a tensor; ``""`` for a variable or an attribute."""
     for referrer in gc.get_referrers(tensor):
-        if type(referrer) in (list, set, dict) or type(referrer).__name__ == "deque":
-            if type(referrer) is dict and "__name__" in referrer:
-                continue  # a module's variables
-            return type(referrer).__name__
+        kind = type(referrer).__name__
+        if kind in {"list", "set", "deque"} and referrer is not ours:
+            return kind
+        if type(referrer) is dict and "__name__" not in referrer and not _is_attributes(referrer):
+            return kind
     return ""
+
+
+def _is_attributes(mapping: dict[str, Any]) -> bool:
+    """Whether a dictionary holds an object's attributes."""
+    for owner in gc.get_referrers(mapping):
+        try:
+            if object.__getattribute__(owner, "__dict__") is mapping:
+                return True
+        except AttributeError:
+            continue
+    return False

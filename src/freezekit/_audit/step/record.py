@@ -127,7 +127,13 @@ class Change(NamedTuple):
 
 
 class KeptGraph(NamedTuple):
-    """A module's output that is still alive, with its graph, after the step."""
+    """A tensor of the step that is still alive, with its graph, after it.
+
+    Attributes:
+        module: index of the module whose output it is; -1 if it is none's.
+        shape: its shape.
+        holder: the kind of container that holds it; ``""`` for a variable or an attribute.
+    """
 
     module: int
     shape: tuple[int, ...]
@@ -144,7 +150,7 @@ class StepRecord:
         learned: indices of parameters that were trainable at some moment of the step.
         changes: parameters and buffers that have other values after it.
         moved: indices of all parameters with other values after it.
-        kept: outputs that are alive after it with their graph.
+        kept: tensors that are alive after it with their graph.
         random: frozen modules that drew random numbers, and whether in train mode.
         error: what the step raised.
         raised_in: index of the innermost module in whose forward it was raised, if in any.
