@@ -155,7 +155,7 @@ def accuracy_transformers(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=is_fresh("bench"))
 def bench(session: nox.Session) -> None:
-    """Measure what freezekit itself costs: import, freeze, audit, features and their store."""
+    """Measure what freezekit itself costs: import, freeze, audit and audit_step, features."""
     prepare(session)
     session.run("python", "benchmarks/overhead.py", *session.posargs)
     session.run("python", "benchmarks/extraction.py")

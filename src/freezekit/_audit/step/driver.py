@@ -78,7 +78,7 @@ def audit_step(
         expect_trainable: as for :func:`audit`.
         snapshot: ``"copy"`` copies all values, to compare them and put them back: one more copy of
             parameters, buffers, gradients and optimizer state. ``"hash"`` keeps digests of frozen
-            parameters instead, 1/512 of their size in float32: a change of theirs is found, and
+            parameters instead, 1/1024 of their size: a change of theirs is found, and
             cannot be undone.
         after: ``"keep"`` leaves everything as the step left it.
         checks: the checks to run; your own are added as ``(*DEFAULT_STEP_CHECKS, mine)``, and find
