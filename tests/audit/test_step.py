@@ -629,3 +629,15 @@ def test_memory_that_runs_out_before_the_step(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory") as caught:
         fk.audit_step(nn.Linear(1, 1), lambda: pytest.fail("it was run"))
     assert "snapshot='hash'" in caught.value.__notes__[0]
+
+
+def test_broken_views_elsewhere_in_the_process_do_no_harm() -> None:
+    """Some views may not be asked for their graph: they are none of the step's."""
+    base = torch.ones(2, 3, requires_grad=True) * 1
+    views = base.unbind()
+    with torch.no_grad():
+        base.mul_(2)
+    with pytest.raises(RuntimeError, match="view"):
+        _ = views[0].grad_fn
+    model = nn.Linear(3, 1)
+    assert codes(fk.audit_step(model, lambda: model(torch.ones(1, 3)).sum().backward())) == []

@@ -22,7 +22,7 @@ from freezekit._audit.running import check_codes, run_checks
 from freezekit._audit.step.checks import DEFAULT_STEP_CHECKS
 from freezekit._audit.step.record import Change, KeptGraph, StepRecord
 from freezekit._audit.step.state import SavedState, SnapshotKind
-from freezekit._audit.step.tensors import tensors_in
+from freezekit._audit.step.tensors import has_graph, tensors_in
 from freezekit._audit.step.watch import Watcher
 from freezekit.errors import UnsupportedModelError
 
@@ -231,7 +231,7 @@ def _note_changes(
 def _graph_tensors() -> list[torch.Tensor]:
     """All tensors of the process that have a graph."""
     found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-    return [tensor for tensor in found if tensor.grad_fn is not None]
+    return [tensor for tensor in found if has_graph(tensor)]
 
 
 def _kept_graphs(context: AuditContext, watcher: Watcher, before: set[int]) -> list[KeptGraph]:

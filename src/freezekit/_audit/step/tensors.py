@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["storage_of", "tensors_in"]
+__all__ = ["has_graph", "storage_of", "tensors_in"]
 
 _DEPTH = 4
 
@@ -37,3 +37,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return storage if storage.data_ptr() else None
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Whether the tensor was computed from others with gradients on."""
+    try:
+        return tensor.requires_grad and tensor.grad_fn is not None
+    except RuntimeError:  # a view whose base was changed in place may not be asked
+        return False

@@ -21,7 +21,7 @@ from freezekit import _wrappers
 from freezekit._audit.context import AuditContext
 from freezekit._audit.step.record import Call, Gradient, StepRecord
 from freezekit._audit.step.state import SavedState
-from freezekit._audit.step.tensors import storage_of, tensors_in
+from freezekit._audit.step.tensors import has_graph, storage_of, tensors_in
 
 __all__ = ["Watcher"]
 
@@ -176,7 +176,7 @@ class Watcher:
             storage = storage_of(tensor)
             if storage is not None:
                 self.made[storage.data_ptr()] = (weakref.ref(storage), call)
-            if tensor.grad_fn is not None:
+            if has_graph(tensor):
                 tensor.register_hook(_mark(call))  # type: ignore[no-untyped-call]
                 if tensor.dim():
                     self.outputs.append((weakref.ref(tensor), index))
