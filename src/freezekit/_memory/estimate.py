@@ -273,7 +273,7 @@ def _margins(
         peak = replay(_shorter_first(stream), CachingAllocator(config)).peak_reserved
         add("shorter batches before up to", peak - reserved)
     # Small differences in what comes first decide what fits where: in replays of measured runs with
-    # such differences the peak moved by up to 3 %. Libraries were measured to take 14 to 54 MiB more.
+    # such differences the peak moved by up to 3 %. Libraries were measured to take 14 to 54 MiB.
     add("fragmentation and libraries", 64 * MIB + 3 * reserved // 100)
     return tuple(found)
 
