@@ -81,7 +81,7 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=is_fresh("tests"))
 def tests(session: nox.Session) -> None:
-    """Run the tests, the docstrings' examples and those of README and docs (about 2 minutes)."""
+    """Run the tests, the docstrings' examples and those of README and docs (about 5 minutes)."""
     prepare(session, "test")
     # Threads that spin while they wait would take the cores from each other.
     session.run("pytest", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})

@@ -74,8 +74,8 @@ def extract_features(  # noqa: PLR0913  (options, each with a default)
     extracts its share, and gets the whole dataset, in the order of the data.
 
     Features per token, (batch, length, width) with a mask in the batch, are stored without their
-    padding. The index of the first batch's check is that of the data: batches have to come in the
-    same order each time.
+    padding. Batches have to come in the same order each time: the store keeps the order of the
+    data, and compares a digest of the first batch with its own.
 
     Args:
         extractor: whose features. Batches are moved to its backbone's device.
