@@ -64,9 +64,15 @@ TORCHRUN = """
 import os, sys
 import torch.distributed as dist
 from features.store_workers import share
-first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-dist.init_process_group("gloo")
-share(sys.argv[1], 1 if first_try else -1, loader=False)
+tries = os.environ["TORCHELASTIC_RESTART_COUNT"]
+# Each try meets in a file of its own: gloo would take the address of a process that has ended.
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{sys.argv[1]}.meeting{tries}",
+    rank=int(os.environ["RANK"]),
+    world_size=int(os.environ["WORLD_SIZE"]),
+)
+share(sys.argv[1], 1 if tries == "0" else -1, loader=False)
 dist.destroy_process_group()
 """
 
@@ -76,6 +82,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
     command += ["--nproc-per-node=2", "--max-restarts=1", str(script), str(tmp_path / "store")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
