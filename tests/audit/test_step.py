@@ -167,9 +167,9 @@ def test_an_interrupt_goes_through_and_all_is_put_back() -> None:
 
     def step() -> None:
         model(torch.randn(6, 3)).pow(2).mean().backward()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("on purpose")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
         fk.audit_step(model, step)
     assert_same(before, everything(model, []))
 

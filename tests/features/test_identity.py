@@ -297,7 +297,7 @@ def test_what_the_call_declares_is_part_of_it(
     plain: dict[str, Any] = {"keys": ["labels"], "progress": False}
     extract_features(extractor, make_batches(), tmp_path, preprocessing={"max_length": 64}, **plain)
     changed = {"preprocessing": {"max_length": 64}, **plain, **options}
-    with pytest.raises(CacheMismatchError) as caught:
+    with pytest.raises(CacheMismatchError, match=field) as caught:
         extract_features(extractor, make_batches(), tmp_path, **changed)
     assert [name for name, _, _ in caught.value.differences] == [field]
 

@@ -41,7 +41,7 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_and_started_again(tmp_path: Path) -> None:
     """What was complete is kept, by another number of processes too; the rest is made once."""
     store = tmp_path / "store"
-    with pytest.raises(ProcessExitedException):
+    with pytest.raises(ProcessExitedException, match="terminated"):
         run(3, store, dies=1)
     kept = len(shards_of(store))
     assert kept > 0

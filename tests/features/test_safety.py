@@ -108,9 +108,9 @@ def test_an_exception_keeps_what_came_before(tmp_path: Path) -> None:
 
     def batches() -> Any:
         yield from BATCHES[:5]
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("on purpose")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
         extract_features(
             FrozenFeatureExtractor(Counting()), batches(), tmp_path, keys="labels", progress=False
         )
