@@ -8,9 +8,7 @@ for less), and are deleted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import freezekit
+from _figures import save_figures
 from freezekit import FeatureDataset, FrozenFeatureExtractor, extract_features
 from freezekit._features.identity import backbone_fingerprint
 
@@ -381,22 +380,6 @@ def show(figures: Sequence[Figure]) -> None:
     Console(width=100).print(table)
 
 
-def save(figures: Sequence[Figure], path: Path) -> None:
-    """Write the figures as JSON, beside and then renamed."""
-    record = {
-        "schema": "freezekit.benchmarks.extraction/1",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "freezekit": freezekit.__version__,
-        "cores": os.cpu_count(),
-        "figures": [asdict(figure) for figure in figures],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(record, indent=2) + "\n")
-    beside.replace(path)
-
-
 def main() -> int:
     """Measure, print and save; exit status 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -408,7 +391,8 @@ def main() -> int:
     arguments = parser.parse_args()
     figures = measure(arguments.runs, arguments.samples, Console(stderr=True))
     show(figures)
-    save(figures, arguments.out)
+    rows = [asdict(figure) for figure in figures]
+    save_figures(arguments.out, "freezekit.benchmarks.extraction/1", figures=rows)
     return 0 if all(figure.within for figure in figures) else 1
 
 

@@ -7,9 +7,6 @@ Figures are medians over several runs, in milliseconds, with the spread beside t
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import freezekit
+from _figures import save_figures
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 
@@ -227,22 +225,6 @@ def show(timings: list[Timing]) -> None:
     Console(width=100).print(table)
 
 
-def save(timings: list[Timing], path: Path) -> None:
-    """Write the timings as JSON, beside and then renamed."""
-    record = {
-        "schema": "freezekit.benchmarks.overhead/1",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "freezekit": freezekit.__version__,
-        "cores": os.cpu_count(),
-        "timings": [asdict(timing) for timing in timings],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(record, indent=2) + "\n")
-    beside.replace(path)
-
-
 def main() -> int:
     """Measure, print and save; exit status 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -258,7 +240,8 @@ def main() -> int:
     arguments = parser.parse_args()
     timings = measure(arguments.runs, arguments.sizes)
     show(timings)
-    save(timings, arguments.out)
+    rows = [asdict(timing) for timing in timings]
+    save_figures(arguments.out, "freezekit.benchmarks.overhead/1", timings=rows)
     return 0 if all(timing.within for timing in timings) else 1
 
 

@@ -77,10 +77,7 @@ def reshard(model: nn.Module) -> bool:
 
 def eager(model: nn.Module) -> tuple[bool, nn.Module]:
     """Whether anything in ``model`` is compiled, and the model without its compiled wrapper."""
-    compiled = any(
-        _is_compiled_wrapper(module) or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    compiled = any(is_compiled(module) for module in model.modules())
     while _is_compiled_wrapper(model):
         inner = model._orig_mod
         assert isinstance(inner, nn.Module)
@@ -89,7 +86,8 @@ def eager(model: nn.Module) -> tuple[bool, nn.Module]:
 
 
 def _is_compiled_wrapper(module: nn.Module) -> bool:
-    return any(cls.__name__ == "OptimizedModule" for cls in type(module).__mro__)
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def has_compiled_code(model: nn.Module) -> bool:
@@ -105,10 +103,7 @@ def has_compiled_code(model: nn.Module) -> bool:
         return False
     # Private, since nothing public tells whether a compiled module has run. torch.compile() wraps
     # in an OptimizedModule, Module.compile() keeps its callable on the module.
-    if not any(
-        isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules()
-    ):
+    if not any(is_compiled(module) for module in model.modules()):
         return False
     codes = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
     # Modules of torch's own are compiled through a frame around them.
@@ -190,10 +185,7 @@ def flags_compiled_for(module: nn.Module) -> list[dict[str, bool]]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was put around the module, or ``module.compile()`` called on it."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is None:
-        return False
-    return isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+    return _is_compiled_wrapper(module) or module._compiled_call_impl is not None
 
 
 def checkpoints_reentrantly(module: nn.Module) -> bool:

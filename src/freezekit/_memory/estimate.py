@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -14,14 +13,13 @@ from freezekit._inventory import take_inventory
 from freezekit._memory.allocator import CachingAllocator
 from freezekit._memory.allocator_config import AllocatorConfig
 from freezekit._memory.devices import CONTEXT, budget_bytes, find_gpu
-from freezekit._memory.events import CATEGORIES, Category, EventStream
-from freezekit._memory.memory_report import MemoryEstimate
+from freezekit._memory.events import EventStream
+from freezekit._memory.memory_report import MemoryEstimate, at_peak
 from freezekit._memory.optimizers import OptimizerFactory, as_on_cuda, optimizer_factory
 from freezekit._memory.recorder import tensors_in
 from freezekit._memory.replay import Replayed, replay
 from freezekit._memory.steps import Steps, ZeroGrad
 from freezekit._memory.trace import Traced, trace
-from freezekit._memory.tree import module_memory
 from freezekit.errors import SimulatedOutOfMemoryError
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
@@ -134,7 +132,7 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
         torch_version=_version(torch_version),
         frozen=kept_frozen,
     )
-    return summarize(
+    return _summarize(
         traced,
         model=inventory.modules[0].type_name,
         optimizer=name,
@@ -147,7 +145,7 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
     )
 
 
-def summarize(  # noqa: PLR0913
+def _summarize(  # noqa: PLR0913
     traced: Traced,
     *,
     model: str,
@@ -164,7 +162,7 @@ def summarize(  # noqa: PLR0913
     capacity = None if budget is None else max(0, budget - CONTEXT[1])
     replayed, lacks = _replay_within(stream, config, capacity)
     margins = _margins(stream, config, replayed.peak_reserved, capacity, lengths)
-    peak = stream.allocations[stream.events[replayed.peak_event].allocation]
+
     return MemoryEstimate(
         model=model,
         mode="train" if learns else "inference",
@@ -177,27 +175,10 @@ def summarize(  # noqa: PLR0913
         context=CONTEXT,
         budget=budget,
         out_of_memory=lacks,
-        breakdown=breakdown(stream, replayed),
-        modules=module_memory(
-            (stream.allocations[index].module, charged) for index, charged in replayed.live_at_peak
-        ),
-        peak_phase=peak.phase,
-        peak_step=peak.step,
-        peak_module=peak.module,
-        peak_operation=peak.operation,
-        timeline=replayed.phases,
         assumptions=_assumptions(traced, learns=learns, wants_to_learn=wants_to_learn),
-        stream=stream,
         allocator=config,
+        **at_peak(stream, replayed),
     )
-
-
-def breakdown(stream: EventStream, replayed: Replayed) -> tuple[tuple[Category, int], ...]:
-    """Bytes by category at the peak."""
-    sums: Counter[Category] = Counter()
-    for index, charged in replayed.live_at_peak:
-        sums[stream.allocations[index].category] += charged
-    return tuple((category, sums[category]) for category in CATEGORIES)
 
 
 def _check_inputs(inputs: Any) -> None:

@@ -16,14 +16,12 @@ from torch.optim.optimizer import (
 
 from freezekit._memory.allocator import CachingAllocator
 from freezekit._memory.allocator_config import AllocatorConfig
-from freezekit._memory.estimate import breakdown
 from freezekit._memory.events import Category, EventStream
-from freezekit._memory.memory_report import MemoryEstimate
+from freezekit._memory.memory_report import MemoryEstimate, at_peak
 from freezekit._memory.recorder import Recorder, tensors_in
 from freezekit._memory.replay import replay
 from freezekit._memory.snapshot import stream_of_snapshot
-from freezekit._memory.steps import followed, note_model
-from freezekit._memory.tree import module_memory
+from freezekit._memory.steps import categorize_gradients, followed, note_model
 
 __all__ = ["measure_memory"]
 
@@ -111,9 +109,7 @@ class _LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def finish(self, model: nn.Module | None) -> None:
         """Say what of the step's memory are gradients and optimizer state."""
-        for parameter in () if model is None else model.parameters():
-            for tensor in tensors_in(parameter.grad):
-                self.categorize(tensor, "gradients", like=parameter)
+        categorize_gradients(self, () if model is None else model.parameters())
         for optimizer in self._seen.values():
             for owner, state in optimizer.state.items():
                 for tensor in tensors_in(state):
@@ -194,7 +190,7 @@ def _summarize(
     config = AllocatorConfig()
     replayed = replay(stream, CachingAllocator(config))
     allocated, reserved = peaks or (replayed.peak_allocated, replayed.peak_reserved)
-    peak = stream.allocations[stream.events[replayed.peak_event].allocation]
+
     learns = any(event.phase == "backward" for event in stream.events)
     notes = {
         "cpu": "the CPU's operators: CUDA's dropout, attention and workspaces differ",
@@ -213,16 +209,7 @@ def _summarize(
         context=context,
         budget=None,
         out_of_memory="",
-        breakdown=breakdown(stream, replayed),
-        modules=module_memory(
-            (stream.allocations[index].module, charged) for index, charged in replayed.live_at_peak
-        ),
-        peak_phase=peak.phase,
-        peak_step=peak.step,
-        peak_module=peak.module,
-        peak_operation=peak.operation,
-        timeline=replayed.phases,
         assumptions=(notes[source],),
-        stream=stream,
         allocator=config,
+        **at_peak(stream, replayed),
     )

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from freezekit._format import format_bytes, format_percent
 from freezekit._memory.allocator import CachingAllocator
 from freezekit._memory.allocator_config import AllocatorConfig
 from freezekit._memory.devices import budget_bytes
-from freezekit._memory.events import Category, EventStream
-from freezekit._memory.replay import PhaseMemory, replay
-from freezekit._memory.tree import ModuleMemory
+from freezekit._memory.events import CATEGORIES, Category, EventStream
+from freezekit._memory.replay import PhaseMemory, Replayed, replay
+from freezekit._memory.tree import ModuleMemory, module_memory
 from freezekit._report import Report
 from freezekit._tables import Column, Section, Table
 from freezekit.errors import SimulatedOutOfMemoryError
 
-__all__ = ["MemoryComparison", "MemoryEstimate"]
+__all__ = ["MemoryComparison", "MemoryEstimate", "at_peak"]
+
+
+class AtPeak(TypedDict):
+    """What a replay tells of its peak and its phases: fields of :class:`MemoryEstimate`."""
+
+    breakdown: tuple[tuple[Category, int], ...]
+    modules: tuple[ModuleMemory, ...]
+    peak_phase: str
+    peak_step: int
+    peak_module: str
+    peak_operation: str
+    timeline: tuple[PhaseMemory, ...]
+    stream: EventStream
+
+
+def at_peak(stream: EventStream, replayed: Replayed) -> AtPeak:
+    """Who holds what at the peak of a replayed stream, and when that is."""
+    sums: Counter[Category] = Counter()
+    for index, charged in replayed.live_at_peak:
+        sums[stream.allocations[index].category] += charged
+    peak = stream.allocations[stream.events[replayed.peak_event].allocation]
+    return AtPeak(
+        breakdown=tuple((category, sums[category]) for category in CATEGORIES),
+        modules=module_memory(
+            (stream.allocations[index].module, charged) for index, charged in replayed.live_at_peak
+        ),
+        peak_phase=peak.phase,
+        peak_step=peak.step,
+        peak_module=peak.module,
+        peak_operation=peak.operation,
+        timeline=replayed.phases,
+        stream=stream,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

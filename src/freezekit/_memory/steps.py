@@ -6,7 +6,7 @@ event by event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from freezekit._memory.events import EventStream
 from freezekit._memory.recorder import Recorder, tensors_in
 
-__all__ = ["Steps", "ZeroGrad", "followed", "note_model", "run_steps"]
+__all__ = ["Steps", "ZeroGrad", "categorize_gradients", "followed", "note_model", "run_steps"]
 
 ZeroGrad = Literal["start", "before_backward", "end"]
 
@@ -117,7 +117,7 @@ def _loop(
                     scaled = loss if scale is None else loss * scale
                     scaled.backward()  # type: ignore[no-untyped-call]
                     del scaled
-                _categorize_gradients(recorder, trainable)
+                categorize_gradients(recorder, trainable)
         _optimize(recorder, trainable, optimizer, steps, step)
         if steps.zero_grad == "end":
             _zero_grad(recorder, trainable, step)
@@ -157,8 +157,9 @@ def _zero_grad(recorder: Recorder, trainable: list[nn.Parameter], step: int) -> 
             parameter.grad = None
 
 
-def _categorize_gradients(recorder: Recorder, trainable: list[nn.Parameter]) -> None:
-    for parameter in trainable:
+def categorize_gradients(recorder: Recorder, parameters: Iterable[nn.Parameter]) -> None:
+    """Say what of the live memory are gradients, each its parameter's module's."""
+    for parameter in parameters:
         for tensor in tensors_in(parameter.grad):
             recorder.categorize(tensor, "gradients", like=parameter)
 
