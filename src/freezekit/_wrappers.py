@@ -15,11 +15,13 @@ from typing import Any
 from torch import nn
 
 __all__ = [
+    "CHECKPOINTING",
     "checkpoints_reentrantly",
     "eager",
     "flags_compiled_for",
     "gradients_ddp_expects",
     "has_compiled_code",
+    "is_class_of",
     "is_compiled",
     "is_kind",
     "is_transparent",
@@ -123,11 +125,12 @@ def _frame_makers() -> list[Callable[[Callable[..., Any]], Any]]:
 def is_kind(module: nn.Module, *names: str) -> bool:
     """Whether the module's class, or a base of it, is called so."""
     kind: Any = type(module)
-    return _is_class_of(kind, names)
+    return is_class_of(kind, names)
 
 
 @lru_cache(maxsize=4096)
-def _is_class_of(cls: Any, names: tuple[str, ...]) -> bool:
+def is_class_of(cls: Any, names: tuple[str, ...]) -> bool:
+    """Whether the class, or a base of it, is called so."""
     return any(base.__name__ in names for base in cls.__mro__)
 
 
@@ -186,6 +189,10 @@ def flags_compiled_for(module: nn.Module) -> list[dict[str, bool]]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was put around the module, or ``module.compile()`` called on it."""
     return _is_compiled_wrapper(module) or module._compiled_call_impl is not None
+
+
+# The attributes that checkpoints_reentrantly reads.
+CHECKPOINTING = frozenset({"_gradient_checkpointing_func", "checkpoint_impl"})
 
 
 def checkpoints_reentrantly(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 import freezekit as fk
 from audit_support import apply_mend, codes, find, freeze_by_hand, loud
 from freezekit._audit.checks import modes
+from freezekit._format import format_bytes
 from zoo import Encoder, StorageTied
 
 
@@ -641,7 +642,38 @@ def test_a_frozen_part_above_a_trainable_one() -> None:
     finding = find(fk.audit(model), "FK703")
     assert (finding.severity, finding.fqns) == ("note", ("0.weight", "0.bias"))
     assert "40 frozen parameters (61.5%) in 4 tensors" in finding.cause
+    assert "freezekit.audit(model, inputs=batch) tells how much memory" in finding.mend
     assert_mended(finding, model)
+
+
+def test_what_a_frozen_part_above_costs() -> None:
+    """With inputs the estimator says so: a frozen layer keeps nothing but what it passes on."""
+    # (64, 256) fp32 is 64 KiB: each GELU keeps its input, a frozen Linear nothing; the last one's
+    # output is kept too, for the head.
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(256, 256), *blocks, nn.Linear(256, 256))
+    freeze_by_hand(model[1:5])
+    inputs = torch.empty(64, 256, device="meta")
+    finding = find(fk.audit(model, inputs=inputs), "FK703")
+    assert "their activations are kept: 320.0 KiB in frozen modules, with these" in finding.cause
+    now = fk.estimate_memory(model, inputs, optimizer=None)
+    fk.freeze(model, "0")
+    mended = fk.estimate_memory(model, inputs, optimizer=None)
+    assert now.peak_allocated - mended.peak_allocated > 4 * 64 << 10
+    peaks = (format_bytes(each.peak_allocated) for each in (now, mended))
+    assert "peak at {}, with the mend at {})".format(*peaks) in finding.cause
+    assert "tells how much memory" not in finding.mend
+
+
+def test_what_a_frozen_part_above_costs_is_not_known() -> None:
+    """Inputs that the model does not take: that check says so, the others run."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    freeze_by_hand(model[1:3])
+    report = fk.audit(model, inputs=torch.zeros(2, 5))
+    assert codes(report) == ["FK001"]
+    assert "frozen_above_trainable (FK703) raised TraceError: " in report.findings[0].cause
+    with pytest.raises(ValueError, match=r"no tensor in the inputs \(str\): give tensors"):
+        fk.audit(model, inputs="no tensor")
 
 
 def test_a_frozen_part_below_is_free() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -605,6 +606,26 @@ def test_what_was_kept_before_is_not_the_steps() -> None:
     report = fk.audit_step(model, lambda: model(torch.ones(1, 3)).sum().backward())
     assert earlier.grad_fn is not None
     assert "FK841" not in codes(report)
+
+
+@pytest.mark.parametrize("generation", [0, 1, 2])
+def test_kept_graphs_are_seen_past_the_garbage_collector(generation: int) -> None:
+    """A collection in the middle of the step ages what was made, and what was there before."""
+    model = nn.Linear(3, 1)
+    losses = [model(torch.ones(1, 3)).sum()]
+
+    def step() -> None:
+        losses.append(model(torch.ones(1, 3)).sum())
+        gc.collect(generation)
+        losses[-1].backward()
+
+    callbacks = list(gc.callbacks)
+    finding = find(fk.audit_step(model, step), "FK841")
+    assert "1 tensor ([]) still alive with a graph, in a list." in finding.cause
+    assert gc.callbacks == callbacks
+    losses.clear()
+    finding = find(fk.audit_step(model, step), "FK841")
+    assert "1 tensor ([]) still alive" in finding.cause
 
 
 def test_where_an_error_was_raised() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from freezekit._audit.expectation import Expectation
 from freezekit._audit.step.record import StepRecord
 from freezekit._inventory import Inventory
 from freezekit._modes import held_by
+from freezekit._wrappers import is_class_of
 
 __all__ = ["AuditContext", "Membership"]
 
@@ -54,6 +57,7 @@ class AuditContext:
         optimizers: the optimizers that train it, if any were given.
         expected: what ``expect_trainable`` says, resolved; ``None`` if nothing was said.
         step: what was seen while a step ran; ``None`` in a static audit.
+        inputs: what the model's forward gets, for checks that ask the memory estimator.
     """
 
     model: nn.Module
@@ -61,6 +65,7 @@ class AuditContext:
     optimizers: tuple[Optimizer, ...] = ()
     expected: Expectation | None = None
     step: StepRecord | None = None
+    inputs: Any = None
 
     @cached_property
     def numbers_are_positions(self) -> bool:
@@ -147,6 +152,38 @@ class AuditContext:
     def is_held(self, index: int) -> bool:
         """Whether :func:`freezekit.freeze` holds ``modules[index]`` in eval."""
         return held_by(self.inventory.module(index)) is not None
+
+    # Looking modules up: a model has many modules, of few classes
+
+    def modules_of(self, *names: str) -> list[int]:
+        """Indices of the modules whose class, or a base of it, is called so; each module once."""
+        found = [indices for kind, indices in self._by_class.items() if is_class_of(kind, names)]
+        return sorted(index for indices in found for index in indices)
+
+    def modules_with(self, matters: Callable[[str], object]) -> list[tuple[int, str]]:
+        """Each module with an attribute of its own whose name matters, and that name."""
+        found: list[tuple[int, str]] = []
+        for names, indices in self._by_attributes.items():
+            wanted = [name for name in names if matters(name)]
+            if wanted:
+                found += [(index, name) for index in indices for name in wanted]
+        return sorted(found, key=lambda place: place[0])
+
+    @cached_property
+    def _by_class(self) -> dict[type, list[int]]:
+        found: dict[type, list[int]] = defaultdict(list)
+        for index, info in enumerate(self.inventory.modules):
+            if info.repeats < 0:
+                found[type(self.inventory.module(index))].append(index)
+        return found
+
+    @cached_property
+    def _by_attributes(self) -> dict[tuple[str, ...], list[int]]:
+        found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for indices in self._by_class.values():
+            for index in indices:
+                found[tuple(vars(self.inventory.module(index)))].append(index)
+        return found
 
     # The optimizers
 

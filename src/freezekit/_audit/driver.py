@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from freezekit._audit.running import check_codes, check_doc, run_checks
 from freezekit._audit.tree import module_rows
 from freezekit._collector import collector_paused
 from freezekit._inventory import take_inventory
+from freezekit._memory.estimate import check_inputs
 from freezekit.errors import OptimizerError
 
 __all__ = ["Optimizers", "audit", "check_optimizers", "make_context", "make_report"]
@@ -31,6 +33,7 @@ def audit(
     expect_trainable: ExpectedTrainable | None = None,
     checks: Iterable[Check] = DEFAULT_CHECKS,
     ignore: Iterable[str] = (),
+    inputs: Any = None,
 ) -> AuditReport:
     """Tell what learns in ``model``, what does not, and what is wrong.
 
@@ -56,6 +59,9 @@ def audit(
         checks: the checks to run; your own are added as ``(*DEFAULT_CHECKS, mine)``. Each is a
             function of an :class:`AuditContext` that yields :class:`Finding` values.
         ignore: codes of findings to leave out, such as ``("FK203",)``.
+        inputs: what the model's forward gets, as for :func:`freezekit.estimate_memory`; only shapes
+            count. Findings about memory then say how much (FK703): that takes a trace or two on
+            fake tensors, some seconds instead of milliseconds.
 
     Returns:
         The module tree, folded to what differs; totals in elements and bytes, each memory
@@ -67,17 +73,22 @@ def audit(
         PatternError, UnmatchedPatternError, FreezeStateError: ``expect_trainable`` is malformed, or
             names what is not there.
         TypeError: a check is not callable.
-        ValueError: ``ignore`` names a code that no check has.
+        ValueError: ``ignore`` names a code that no check has; there is no tensor in ``inputs``.
     """
     checks = tuple(checks)
     ignored = check_codes(checks, ignore)
+    if inputs is not None:
+        check_inputs(inputs)
     with collector_paused():
-        context = make_context(model, optimizer, expect_trainable)
+        context = make_context(model, optimizer, expect_trainable, inputs)
         return make_report(context, run_checks(context, checks, ignored), checks)
 
 
 def make_context(
-    model: nn.Module, optimizer: Optimizers, expect_trainable: ExpectedTrainable | None
+    model: nn.Module,
+    optimizer: Optimizers,
+    expect_trainable: ExpectedTrainable | None,
+    inputs: Any = None,
 ) -> AuditContext:
     """The context of a static audit; see :func:`audit` for what is raised."""
     optimizers = check_optimizers(optimizer)
@@ -85,7 +96,7 @@ def make_context(
     expected = None
     if expect_trainable is not None:
         expected = resolve_expectation(inventory, expect_trainable)
-    return AuditContext(model, inventory, optimizers, expected)
+    return AuditContext(model, inventory, optimizers, expected, inputs=inputs)
 
 
 def check_optimizers(optimizer: object) -> tuple[Optimizer, ...]:

@@ -22,7 +22,7 @@ from freezekit._memory.steps import Steps, ZeroGrad
 from freezekit._memory.trace import Traced, trace
 from freezekit.errors import SimulatedOutOfMemoryError
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["MemoryEstimate", "check_inputs", "estimate_memory"]
 
 MIB = 1 << 20
 
@@ -103,7 +103,7 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
         UnsupportedModelError: not a module, a ScriptModule, or a tensor without storage of its own.
     """
     inventory = take_inventory(model)
-    _check_inputs(inputs)
+    check_inputs(inputs)
     gpu_capability = (8, 0) if device == "cuda" else find_gpu(device).capability
     size = None if budget is None else budget_bytes(budget)
     config = AllocatorConfig.parse(allocator) if isinstance(allocator, str) else allocator
@@ -181,7 +181,12 @@ def _summarize(  # noqa: PLR0913
     )
 
 
-def _check_inputs(inputs: Any) -> None:
+def check_inputs(inputs: Any) -> None:
+    """Refuse inputs that say nothing about shapes.
+
+    Raises:
+        ValueError: there are none, or no tensor is among them.
+    """
     if inputs is None or (isinstance(inputs, Mapping | tuple | list) and not inputs):
         raise ValueError(
             "no inputs: what a step takes depends on their shapes; give what the model's forward "

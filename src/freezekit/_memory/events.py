@@ -101,6 +101,22 @@ class EventStream:
         """
         return _repeat(self, times)
 
+    def live_at_end(self, phase: Phase, step: int) -> list[Allocation]:
+        """What is in use at the end of a phase; nothing if it never was."""
+        wanted = [(event.step, event.phase) == (step, phase) for event in self.events]
+        end = max((number for number, inside in enumerate(wanted) if inside), default=-1)
+        return [self.allocations[index] for index in self.live_after(end)]
+
+    def live_after(self, number: int) -> list[int]:
+        """The allocations (their indices) that are in use after the event of this number."""
+        live: dict[int, None] = {}
+        for event in self.events[: number + 1]:
+            if event.is_alloc:
+                live[event.allocation] = None
+            else:
+                live.pop(event.allocation, None)
+        return list(live)
+
     def boundaries(self) -> dict[tuple[int, Phase], int]:
         """Requested bytes in use at the end of each phase of each step."""
         ends: dict[tuple[int, Phase], int] = {}

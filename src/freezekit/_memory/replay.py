@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from freezekit._memory.allocator import Block, CachingAllocator, Counters
@@ -84,21 +83,11 @@ def replay(
         peak_allocated=counters.peak_allocated,
         peak_reserved=counters.peak_reserved,
         peak_event=peak_event,
-        live_at_peak=_live_after(stream, peak_event, charged),
+        live_at_peak=tuple(
+            (index, charged.get(index, 0)) for index in stream.live_after(peak_event)
+        ),
         phases=phases.all(),
     )
-
-
-def _live_after(
-    stream: EventStream, last: int, charged: Mapping[int, int]
-) -> tuple[tuple[int, int], ...]:
-    live: dict[int, int] = {}
-    for event in stream.events[: last + 1]:
-        if event.is_alloc:
-            live[event.allocation] = charged.get(event.allocation, 0)
-        else:
-            live.pop(event.allocation, None)
-    return tuple(live.items())
 
 
 class _Phases:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from freezekit import _wrappers
 from freezekit._audit.added import is_adapter
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
@@ -58,10 +57,8 @@ def active_adapter_frozen(context: AuditContext) -> Iterator[Finding]:
     frozen: dict[str, None] = {}
     learning: dict[str, None] = {}
     fqns: list[str] = []
-    for index, info in enumerate(inventory.modules):
-        module = inventory.module(index)
-        if info.repeats >= 0 or not _wrappers.is_kind(module, "BaseTunerLayer"):
-            continue
+    for index in context.modules_of("BaseTunerLayer"):
+        info, module = inventory.modules[index], inventory.module(index)
         active = _active_adapters(module)
         for entry in inventory.entries[info.first_entry : info.last_entry]:
             name = _adapter_of(entry.raw[len(info.raw) + 1 :], module)

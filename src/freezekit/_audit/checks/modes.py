@@ -129,12 +129,10 @@ def recurrent_in_eval(context: AuditContext) -> Iterator[Finding]:
     """
     inventory = context.inventory
     found = []
-    for index, info in enumerate(inventory.modules):
-        module = inventory.module(index)
-        if info.training or info.repeats >= 0 or not isinstance(module, nn.RNNBase):
-            continue
+    for index in context.modules_of(nn.RNNBase.__name__):
+        info = inventory.modules[index]
         # Whatever learns before it in the model's order, or in it, needs its backward pass.
-        if context.trainable_before[info.last_entry]:
+        if not info.training and context.trainable_before[info.last_entry]:
             found.append(index)
     if not found or not (context.in_training or context.optimizers):
         return

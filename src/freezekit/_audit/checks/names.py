@@ -39,7 +39,7 @@ def near_miss_on_parameter(context: AuditContext) -> Iterator[Finding]:
     values: dict[str, Any] = {}
     for index, info in enumerate(context.inventory.parameters):
         for tensor in context.inventory.tensors(index):
-            for name, value in vars(tensor).items() if hasattr(tensor, "__dict__") else ():
+            for name, value in (getattr(tensor, "__dict__", None) or {}).items():
                 meant = _meant_by(name, value)
                 if meant is not None and meant != info.requires_grad:
                     found.setdefault(name, []).append(index)
@@ -69,22 +69,18 @@ def near_miss_on_module(context: AuditContext) -> Iterator[Finding]:
     """
     inventory = context.inventory
     found: dict[tuple[str, str], list[int]] = {}
-    for index, info in enumerate(inventory.modules):
-        if info.repeats >= 0 or info.last_entry == info.first_entry:
+    for index, name in context.modules_with(lambda name: _direction(name) is not None):
+        info, value = inventory.modules[index], vars(inventory.module(index))[name]
+        meant = _meant_by(name, value) if type(value) is bool else None
+        if meant is None or info.last_entry == info.first_entry:
             continue
-        for name, value in vars(inventory.module(index)).items():
-            if type(value) is not bool:
-                continue
-            meant = _meant_by(name, value)
-            if meant is None:
-                continue
-            trainable = context.trainable_entries(index)
-            all_of_it = info.last_entry - info.first_entry
-            disagrees = trainable == 0 if meant else trainable > 0
-            if name in _MEANINGS:
-                disagrees = trainable == (0 if meant else all_of_it)
-            if disagrees:
-                found.setdefault((name, repr(value)), []).append(index)
+        trainable = context.trainable_entries(index)
+        all_of_it = info.last_entry - info.first_entry
+        disagrees = trainable == 0 if meant else trainable > 0
+        if name in _MEANINGS:
+            disagrees = trainable == (0 if meant else all_of_it)
+        if disagrees:
+            found.setdefault((name, repr(value)), []).append(index)
     for (name, value), indices in found.items():
         fqns = tuple(inventory.modules[index].fqn for index in indices)
         trainable = _meant_by(name, value == "True") is True
@@ -108,11 +104,9 @@ def method_overwritten(context: AuditContext) -> Iterator[Finding]:
     """
     inventory = context.inventory
     by_method: dict[str, list[ModuleInfo]] = {}
-    for index, info in enumerate(inventory.modules):
-        attributes = vars(inventory.module(index))
-        for method in _METHODS:
-            if method in attributes and not callable(attributes[method]) and info.repeats < 0:
-                by_method.setdefault(method, []).append(info)
+    for index, method in context.modules_with(_METHODS.__contains__):
+        if not callable(vars(inventory.module(index))[method]):
+            by_method.setdefault(method, []).append(inventory.modules[index])
     for method, found in by_method.items():
         yield Finding(
             code="FK107",

@@ -8,7 +8,8 @@ from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
 from freezekit._fold import fold_names
-from freezekit._format import format_count, format_percent, plural, shorten
+from freezekit._format import format_bytes, format_count, format_percent, plural, shorten
+from freezekit._memory.estimate import estimate_memory
 
 __all__ = ["frozen_above_trainable"]
 
@@ -22,7 +23,8 @@ def frozen_above_trainable(context: AuditContext) -> Iterator[Finding]:
     Gradients for what lies below have to pass through it: autograd keeps most of its activations (a
     frozen linear layer saves its input's, a norm or an attention nothing), and its backward pass is
     computed. A frozen part *below* everything that learns costs neither. "Above" is read from the
-    order of the modules.
+    order of the modules. With ``audit(model, inputs=batch)`` the memory estimator says how much it
+    is.
     """
     inventory = context.inventory
     entries = inventory.entries
@@ -49,6 +51,7 @@ def frozen_above_trainable(context: AuditContext) -> Iterator[Finding]:
         )
     )
     share = format_percent(numel, context.total_numel)
+    price, tells = _price(context, first, lowest), "freezekit.audit(model, inputs=batch) tells"
     yield Finding(
         code="FK703",
         severity="note",
@@ -57,10 +60,36 @@ def frozen_above_trainable(context: AuditContext) -> Iterator[Finding]:
         cause=f"{format_count(numel)} frozen parameters ({share}) in "
         f"{plural(len(above), 'tensor')} come "
         f"after the first trainable ones ({shorten(fold_names(lowest))}): gradients pass through "
-        "them, and their activations are kept.",
+        f"them, and their activations are kept{price or ''}.",
         mend="It would be free if nothing learned below it: freezekit.freeze(model, "
-        f"{as_argument(context, lowest)}); for adapters it is the price. "
-        "freezekit.estimate_memory(model, inputs) tells how much it is.",
+        f"{as_argument(context, lowest)}); for adapters it is the price."
+        + ("" if price else f" {tells} how much memory that is."),
+    )
+
+
+def _price(context: AuditContext, first: int, lowest: list[str]) -> str:
+    """What the frozen part above costs on a GPU, and what the mend would leave of it."""
+    if context.inputs is None:
+        return ""
+    model, inputs = context.model, context.inputs
+    # The gradient pass alone: an optimizer's state is not what this is about.
+    now = estimate_memory(model, inputs, optimizer=None, steps=1)
+    mended = estimate_memory(model, inputs, optimizer=None, steps=1, frozen=lowest)
+    inventory = context.inventory
+    above = {
+        inventory.modules[index].fqn
+        for index in context.frozen_modules
+        if inventory.modules[index].last_entry > first
+    }
+    kept = sum(
+        each.nbytes
+        for each in now.stream.live_at_end("forward", 0)
+        if each.category == "activations" and each.module in above
+    )
+    return (
+        f": {format_bytes(kept)} in frozen modules, with these inputs on a GPU (estimated; forward "
+        f"and backward peak at {format_bytes(now.peak_allocated)}, with the mend at "
+        f"{format_bytes(mended.peak_allocated)})"
     )
 
 

@@ -30,11 +30,9 @@ def mixed_fsdp_unit(context: AuditContext) -> Iterator[Finding]:
     """
     inventory = context.inventory
     by_version: dict[bool, list[tuple[str, list[str]]]] = {}
-    for index, info in enumerate(inventory.modules):
-        module = inventory.module(index)
-        first = _wrappers.is_kind(module, "FullyShardedDataParallel")
-        if info.repeats >= 0 or not (first or _wrappers.is_kind(module, "FSDPModule")):
-            continue
+    for index in context.modules_of("FullyShardedDataParallel", "FSDPModule"):
+        info = inventory.modules[index]
+        first = _wrappers.is_kind(inventory.module(index), "FullyShardedDataParallel")
         flags: dict[bool, list[str]] = {True: [], False: []}
         for parameter in _unit(context, index):
             found = inventory.parameters[parameter]
@@ -86,9 +84,9 @@ def ddp_before_freezing(context: AuditContext) -> Iterator[Finding]:
     is said.
     """
     inventory = context.inventory
-    for index, info in enumerate(inventory.modules):
-        module = inventory.module(index)
-        expected = _wrappers.gradients_ddp_expects(module) if info.repeats < 0 else None
+    for index in context.modules_of("DistributedDataParallel"):
+        info, module = inventory.modules[index], inventory.module(index)
+        expected = _wrappers.gradients_ddp_expects(module)
         if expected is None:
             continue
         ignored = _wrappers.parameters_ddp_ignores(module)
@@ -167,8 +165,10 @@ def _checkpointed(context: AuditContext) -> list[int]:
     modules = inventory.modules
     saying = [
         index
-        for index, info in enumerate(modules)
-        if info.repeats < 0 and _wrappers.checkpoints_reentrantly(inventory.module(index))
+        for index in dict.fromkeys(
+            index for index, _ in context.modules_with(_wrappers.CHECKPOINTING.__contains__)
+        )
+        if _wrappers.checkpoints_reentrantly(inventory.module(index))
     ]
     units: list[int] = []
     for position, index in enumerate(saying):
@@ -200,9 +200,11 @@ def compiled_for_other_flags(context: AuditContext) -> Iterator[Finding]:
     unfrozen silently does not learn.
     """
     inventory = context.inventory
-    for index, info in enumerate(inventory.modules):
-        module = inventory.module(index)
-        if info.repeats >= 0 or not _wrappers.is_compiled(module):
+    wrapped = context.modules_of("OptimizedModule")
+    called = [index for index, _ in context.modules_with("_compiled_call_impl".__eq__)]
+    for index in sorted({*wrapped, *called}):
+        info, module = inventory.modules[index], inventory.module(index)
+        if not _wrappers.is_compiled(module):
             continue
         compiled = _wrappers.flags_compiled_for(module)
         inner = _inner_of(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import time
 from collections.abc import Callable, Iterable
@@ -20,19 +19,18 @@ from freezekit._audit.expectation import ExpectedTrainable
 from freezekit._audit.report import AuditReport
 from freezekit._audit.running import check_codes, run_checks
 from freezekit._audit.step.checks import DEFAULT_STEP_CHECKS
-from freezekit._audit.step.record import Change, KeptGraph, StepRecord
+from freezekit._audit.step.graphs import NewGraphs
+from freezekit._audit.step.record import Change, StepRecord
 from freezekit._audit.step.state import SavedState, SnapshotKind
-from freezekit._audit.step.tensors import has_graph, tensors_in
+from freezekit._audit.step.tensors import tensors_in
 from freezekit._audit.step.watch import Watcher
+from freezekit._collector import collector_paused
 from freezekit.errors import UnsupportedModelError
 
 __all__ = ["audit_step"]
 
 _KINDS = ("copy", "hash")
 _AFTER = ("restore", "keep")
-
-# Of this many kept tensors it is looked up what holds them: each takes a walk over the heap.
-_LOOKED_AT = 3
 
 
 def audit_step(
@@ -101,7 +99,8 @@ def audit_step(
     _check_choice("snapshot", snapshot, _KINDS)
     _check_choice("after", after, _AFTER)
     _check_step(step)
-    context = make_context(model, optimizer, expect_trainable)
+    with collector_paused():
+        context = make_context(model, optimizer, expect_trainable)
     for info in context.inventory.parameters:
         if info.layout == "lazy":
             raise UnsupportedModelError(
@@ -111,7 +110,8 @@ def audit_step(
     known = {id(found) for found in context.optimizers}
     stepped = tuple(found for found in record.optimizers if id(found) not in known)
     context = replace(context, optimizers=(*context.optimizers, *stepped), step=record)
-    return make_report(context, run_checks(context, checks, ignored), checks)
+    with collector_paused():
+        return make_report(context, run_checks(context, checks, ignored), checks)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -154,9 +154,10 @@ def _run(
     record = StepRecord(snapshot=kind)
     start = time.perf_counter()
     try:
-        saved = SavedState(context.model, context.inventory, kind)
-        for optimizer in context.optimizers:
-            saved.add_optimizer(optimizer)
+        with collector_paused():
+            saved = SavedState(context.model, context.inventory, kind)
+            for optimizer in context.optimizers:
+                saved.add_optimizer(optimizer)
     except torch.OutOfMemoryError as error:
         error.add_note(
             "audit_step was copying what the step may change, to put it back; snapshot='hash' "
@@ -166,8 +167,7 @@ def _run(
     try:
         grad_mode = torch.is_grad_enabled()
         watcher = Watcher(context, saved, record)
-        before = {id(tensor) for tensor in _graph_tensors()}
-        with watcher:
+        with NewGraphs() as graphs, watcher:
             began = time.perf_counter()
             returned: Any = None
             try:
@@ -183,12 +183,14 @@ def _run(
         watcher.raised = (None, -1)
         record.returned_graph = any(t.requires_grad for t in tensors_in(returned))
         del returned
-        record.kept = _kept_graphs(context, watcher, before)
-        _note_changes(context, saved, watcher, record, keep=keep)
+        record.kept = graphs.kept(context, watcher.outputs)
+        with collector_paused():
+            _note_changes(context, saved, watcher, record, keep=keep)
     finally:
         # What FSDP2 has gathered would otherwise stand where its shards are put back.
         _wrappers.reshard(context.model)
-        record.restored = not keep and saved.restore()
+        with collector_paused():
+            record.restored = not keep and saved.restore()
     record.snapshot_bytes = saved.nbytes
     record.watched_seconds = time.perf_counter() - start
     return record
@@ -223,60 +225,3 @@ def _note_changes(
             continue
         by = "forward" if "forward" in watcher.moved_by.get(owner, ()) else "step"
         record.changes.append(Change(buffer.fqn, -1, owner, by, not keep))
-
-
-# -- graphs that are kept ----------------------------------------------------------------------
-
-
-def _graph_tensors() -> list[torch.Tensor]:
-    """All tensors of the process that have a graph."""
-    found = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-    return [tensor for tensor in found if has_graph(tensor)]
-
-
-def _kept_graphs(context: AuditContext, watcher: Watcher, before: set[int]) -> list[KeptGraph]:
-    """Tensors that the step made with a graph and that outlive it, with what holds them."""
-    alive = [tensor for tensor in _graph_tensors() if id(tensor) not in before]
-    if not alive:
-        return []
-    del alive
-    gc.collect()
-    made_by = {id(tensor): index for ref, index in watcher.outputs if (tensor := ref()) is not None}
-    # A weight that is computed anew at each forward (weight_norm) is an attribute of its module.
-    modules = context.inventory.modules
-    attributes = {
-        id(value)
-        for index in range(len(modules))
-        for value in vars(context.inventory.module(index)).values()
-    }
-    found: list[KeptGraph] = []
-    tensors = _graph_tensors()
-    for tensor in tensors:
-        index = made_by.get(id(tensor), -1)
-        if id(tensor) in before or (index < 0 and id(tensor) in attributes):
-            continue
-        holder = _holder(tensor, tensors) if len(found) < _LOOKED_AT else ""
-        found.append(KeptGraph(index, tuple(tensor.shape), holder))
-    return found
-
-
-def _holder(tensor: torch.Tensor, ours: list[torch.Tensor]) -> str:
-    """The kind of container that holds a tensor; ``""`` for a variable or an attribute."""
-    for referrer in gc.get_referrers(tensor):
-        kind = type(referrer).__name__
-        if kind in {"list", "set", "deque"} and referrer is not ours:
-            return kind
-        if type(referrer) is dict and "__name__" not in referrer and not _is_attributes(referrer):
-            return kind
-    return ""
-
-
-def _is_attributes(mapping: dict[str, Any]) -> bool:
-    """Whether a dictionary holds an object's attributes."""
-    for owner in gc.get_referrers(mapping):
-        try:
-            if object.__getattribute__(owner, "__dict__") is mapping:
-                return True
-        except AttributeError:
-            continue
-    return False

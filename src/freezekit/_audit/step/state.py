@@ -57,6 +57,10 @@ class _SavedTensor:
             return not same_bits(now, self.copy)
         return self.digest is not None and not torch.equal(digest(now), self.digest)
 
+    def is_untouched(self) -> bool:
+        """Whether the values are as they were, and in the memory in which they were."""
+        return _same_memory(self.tensor, self.alias) and not self.has_changed()
+
     def restore(self) -> bool:
         """Put the values back; whether that was possible."""
         if self.copy is None:
@@ -210,7 +214,7 @@ class SavedState:
                 if saved in changed or not _same_memory(saved.tensor, saved.alias):
                     complete &= saved.restore()
         for saved in self.buffers.values():
-            if saved.has_changed() or not _same_memory(saved.tensor, saved.alias):
+            if not saved.is_untouched():
                 complete &= saved.restore()
         return complete
 
@@ -252,7 +256,8 @@ class _Nested:
 
     def restore(self) -> Any:
         """The value, as it was."""
-        if self.tensor is not None:  # a step changes nearly all of it: comparing saves nothing
+        # Of frozen parameters it is as it was, and to compare is cheaper than to copy.
+        if self.tensor is not None and not self.tensor.is_untouched():
             self.tensor.restore()
         items = [(key, item.restore()) for key, item in self.inner]
         if isinstance(self.value, dict):
