@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from freezekit import estimate_memory
-from freezekit._memory.stand_ins import grouped_product
+from freezekit._memory.shadow import Shadow
+from freezekit._memory.stand_ins import batch_norm, batch_norm_backward, grouped_product
 from freezekit.errors import TraceError
 
 
@@ -171,3 +172,28 @@ def test_values_are_put_at_a_mask() -> None:
         return y
 
     assert estimate_memory(Asking(put), torch.ones(6, 4)).peak_allocated > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 5)])
+def test_a_known_batch_norm_is_what_its_decomposition_gives(
+    shape: tuple[int, ...], *, training: bool
+) -> None:
+    """Sizes, strides and dtypes; what is not the plain case is left to the decomposition."""
+
+    def layout(results: tuple[torch.Tensor, ...] | None) -> list[tuple[object, ...]]:
+        assert results is not None
+        return [(tuple(t.shape), t.stride(), t.dtype) for t in results]
+
+    aten = torch.ops.aten
+    shadow = Shadow()
+    with shadow.mode:
+        x, weight = torch.empty(shape), torch.empty(3)
+        args = (x, weight, weight, weight, weight, training, 0.1, 1e-5)
+        assert layout(batch_norm(args)) == layout(aten.native_batch_norm(*args))
+        _, mean, deviation = aten.native_batch_norm(*args)
+        back = (x, x, weight, weight, weight, mean, deviation, training, 1e-5, [True] * 3)
+        known = layout(batch_norm_backward(back))
+        assert known == layout(aten.native_batch_norm_backward(*back))
+        assert batch_norm((x.half(), *args[1:])) is None
+        assert batch_norm_backward((*back[:-1], [True, False, False])) is None

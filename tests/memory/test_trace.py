@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from freezekit import freeze
+from freezekit import estimate_memory, freeze
 from freezekit._memory.events import Allocation, Event, EventStream
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
-from freezekit._memory.steps import Steps, run_steps
+from freezekit._memory.steps import Steps, run_first_step, run_steps
 
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
@@ -231,6 +231,93 @@ def test_a_steady_step_is_repeated_as_it_would_be_traced() -> None:
         (e.is_alloc, e.phase, e.step) for e in long.events
     ]
     assert repeated.allocations == long.allocations
+
+
+def seen(stream: EventStream | None) -> list[Any]:
+    """All that happens before the loop is left: allocations, and what is freed between two.
+
+    (The order in which autocast's cache lets go of its casts is a hash table's.)
+    """
+    assert stream is not None
+    found: list[Any] = [set()]
+    for event in stream.events:
+        if event.is_alloc:
+            found += [event, set()]
+        elif event.phase != "setup":
+            found[-1].add(event)
+    return found
+
+
+class Cached(nn.Linear):
+    """A module that keeps a tensor of its first forward."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(x.shape)
+        return super().forward(x * self.table)
+
+
+class Replaced(nn.Linear):
+    """A module whose every forward makes a tensor anew that the one before made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x * 2
+        return super().forward(self.last.detach())
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(Steps(optimizer=adamw), id="adamw"),
+        pytest.param(Steps(optimizer=sgd, zero_grad="before_backward"), id="before-backward"),
+        pytest.param(Steps(optimizer=sgd, zero_grad="end", clip=1.0), id="end-clip"),
+        pytest.param(Steps(optimizer=adamw, accumulate=3), id="accumulate"),
+        pytest.param(Steps(optimizer=adamw, accumulate=2, zero_grad="end"), id="accumulate-end"),
+        pytest.param(Steps(optimizer=sgd, autocast=torch.bfloat16, scaler=True), id="autocast"),
+        pytest.param(Steps(), id="no-optimizer"),
+        pytest.param(Steps(train=False), id="inference"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(mlp, id="mlp"),
+        pytest.param(frozen_mlp("0", "2"), id="middle"),
+        pytest.param(cnn, id="cnn"),
+        pytest.param(gru, id="gru"),
+        pytest.param(bert("sdpa"), id="bert"),
+    ],
+)
+def test_a_second_step_is_as_it_would_be_traced(
+    make: Callable[[], tuple[nn.Module, Any]], steps: Steps
+) -> None:
+    """Put together from the first it is what a trace of both sees, event by event."""
+    model, inputs = make()
+    both, inferred = fake_run(model, inputs, steps), inferred_run(model, inputs, steps)
+    assert seen(inferred) == seen(both)
+    assert inferred is not None
+    assert inferred.allocations == both.allocations
+
+
+def inferred_run(model: nn.Module, inputs: Any, steps: Steps) -> EventStream | None:
+    """The same as :func:`fake_run`, of which the second step is not traced."""
+    shadow, recorder = Shadow(), Recorder()
+    twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
+    with shadow.mode:
+        return run_first_step(recorder, twin, twin_inputs, steps).two_steps()
+
+
+@pytest.mark.parametrize("kind", [Cached, Replaced])
+def test_a_second_step_unlike_the_first_is_traced(kind: type[nn.Linear]) -> None:
+    """A module that keeps tensors from step to step: the estimate is of whole steps."""
+    model, inputs = nn.Sequential(kind(64, 64)), torch.ones(32, 64)
+    assert inferred_run(model, inputs, Steps(optimizer=adamw)) is None
+    whole = fake_run(model, inputs, Steps(count=3, optimizer=adamw))
+    estimate = estimate_memory(model, inputs)
+    made = [a for a in estimate.stream.allocations if a.category != "workspaces"]
+    assert [a[:6] for a in made] == [a[:6] for a in whole.allocations]
 
 
 @pytest.mark.parametrize("count", [0, 1])

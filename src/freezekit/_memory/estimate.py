@@ -18,7 +18,8 @@ from freezekit._memory.memory_report import MemoryEstimate, at_peak
 from freezekit._memory.optimizers import OptimizerFactory, as_on_cuda, optimizer_factory
 from freezekit._memory.recorder import tensors_in
 from freezekit._memory.replay import Replayed, replay
-from freezekit._memory.steps import Steps, ZeroGrad
+from freezekit._memory.second_step import ZeroGrad
+from freezekit._memory.steps import Steps
 from freezekit._memory.trace import Traced, trace
 from freezekit.errors import SimulatedOutOfMemoryError
 

@@ -27,6 +27,10 @@ __all__ = ["Recorder", "tensors_in"]
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default
+_KNOWN = {
+    torch.ops.aten.native_batch_norm.default: stand_ins.batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: stand_ins.batch_norm_backward,
+}
 
 
 @functools.cache
@@ -104,6 +108,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _KNOWN and isinstance(args[0], FakeTensor):
+            known = _KNOWN[func](args)
+            if known is not None:
+                return known
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
@@ -248,6 +256,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._ranges[after - 1][1]
 
     # -- when
+
+    @property
+    def position(self) -> int:
+        """How many events were seen so far."""
+        return len(self._events)
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:

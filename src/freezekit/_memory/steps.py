@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,16 @@ from torch.optim import Optimizer
 
 from freezekit._memory.events import EventStream
 from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.second_step import FirstStep, ZeroGrad
 
-__all__ = ["Steps", "ZeroGrad", "categorize_gradients", "followed", "note_model", "run_steps"]
-
-ZeroGrad = Literal["start", "before_backward", "end"]
+__all__ = [
+    "Steps",
+    "categorize_gradients",
+    "followed",
+    "note_model",
+    "run_first_step",
+    "run_steps",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +70,52 @@ def run_steps(
     The model is trained: hand in a copy. ``after_forward`` is called where an autocast around a
     forward pass would end.
     """
-    note_model(recorder, model)
-    for tensor in tensors_in(inputs):
-        recorder.note(tensor, "inputs")
-    with recorder, followed(recorder, model):
-        _loop(recorder, model, inputs, steps, after_forward)
+    with _looping(recorder, model, inputs, steps, after_forward) as loop:
+        for step in range(steps.count):
+            loop.forward_backward(step)
+            loop.optimize(step)
+            if steps.zero_grad == "end":
+                loop.zero_grad(step)
+        loop.forget()
     return recorder.close()
+
+
+def run_first_step(
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    steps: Steps,
+    *,
+    after_forward: Callable[[], None] = lambda: None,
+) -> FirstStep:
+    """Run one step, and of the second what differs from it: the optimizer's, and the clearing."""
+    with _looping(recorder, model, inputs, steps, after_forward) as loop:
+        begin = recorder.position
+        marks = loop.forward_backward(0)
+        trained = recorder.position
+        loop.optimize(0)
+        optimized = recorder.position
+        loop.optimize(1)
+        again = recorder.position
+        loop.zero_grad(0 if steps.zero_grad == "end" else 1)
+        cleared = recorder.position
+        with recorder.during("forward", 1):
+            loop.outputs = None
+            unbound = recorder.position
+            loop.loss = None
+    return FirstStep(
+        stream=recorder.close(),
+        zero_grad=steps.zero_grad,
+        begin=begin,
+        returned=marks[0],
+        bound=marks[1],
+        backward=marks[2],
+        trained=trained,
+        optimized=optimized,
+        again=again,
+        cleared=cleared,
+        unbound=unbound,
+    )
 
 
 def note_model(recorder: Recorder, model: nn.Module, fqn: str = "") -> None:
@@ -86,42 +132,103 @@ def note_model(recorder: Recorder, model: nn.Module, fqn: str = "") -> None:
         recorder.note(buffer, "buffers", module=fqn)
 
 
-def _loop(
+@contextmanager
+def _looping(
     recorder: Recorder,
     model: nn.Module,
     inputs: Any,
     steps: Steps,
     after_forward: Callable[[], None],
-) -> None:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = steps.optimizer(trainable) if steps.optimizer and trainable else None
-    if optimizer is not None:
-        _categorize_state(recorder, optimizer)
-    scale = torch.full((), 65536.0) if steps.scaler else None
-    for step in range(steps.count):
-        for part in range(steps.accumulate):
-            if part == 0 and steps.zero_grad == "start":
-                _zero_grad(recorder, trainable, step)
-            # As in a user's loop the names stay bound: the last step's output and loss are alive
-            # until the new ones take their place.
-            with recorder.during("forward", step):
-                with _autocast(steps):
-                    outputs = _forward(model, inputs, train=steps.train)
-                    loss = _loss(outputs, steps) if steps.train else None
-                after_forward()
-            recorder.categorize_live_activations(step)
-            if part == 0 and steps.zero_grad == "before_backward":
-                _zero_grad(recorder, trainable, step)
-            if loss is not None and loss.requires_grad:
-                with recorder.during("backward", step):
-                    scaled = loss if scale is None else loss * scale
-                    scaled.backward()  # type: ignore[no-untyped-call]
-                    del scaled
-                categorize_gradients(recorder, trainable)
-        _optimize(recorder, trainable, optimizer, steps, step)
-        if steps.zero_grad == "end":
-            _zero_grad(recorder, trainable, step)
-    del outputs, loss
+) -> Iterator[_Loop]:
+    note_model(recorder, model)
+    for tensor in tensors_in(inputs):
+        recorder.note(tensor, "inputs")
+    with recorder, followed(recorder, model):
+        yield _Loop(recorder, model, inputs, steps, after_forward)
+
+
+class _Loop:
+    """A user's loop, in parts.
+
+    As there the names stay bound: the last step's output and loss are alive until the new ones take
+    their place.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        inputs: Any,
+        steps: Steps,
+        after_forward: Callable[[], None],
+    ) -> None:
+        self.recorder, self.model, self.inputs, self.steps = recorder, model, inputs, steps
+        self.after_forward = after_forward
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        makes_one = steps.optimizer is not None and self.trainable
+        self.optimizer = steps.optimizer(self.trainable) if makes_one and steps.optimizer else None
+        if self.optimizer is not None:
+            _categorize_state(recorder, self.optimizer)
+        self.scale = torch.full((), 65536.0) if steps.scaler else None
+        self.outputs: Any = None
+        self.loss: torch.Tensor | None = None
+
+    def forward_backward(self, step: int) -> tuple[int, int, int]:
+        """All passes of a step.
+
+        Returns:
+            Where in the stream the first forward has returned, where its loss is bound, and where
+            its backward begins.
+        """
+        marks = [self._pass(step, part) for part in range(self.steps.accumulate)]
+        return marks[0]
+
+    def _pass(self, step: int, part: int) -> tuple[int, int, int]:
+        recorder, steps = self.recorder, self.steps
+        if part == 0 and steps.zero_grad == "start":
+            self.zero_grad(step)
+        with recorder.during("forward", step):
+            with _autocast(steps):
+                self.outputs = _forward(self.model, self.inputs, train=steps.train)
+                returned = recorder.position
+                self.loss = _loss(self.outputs, steps) if steps.train else None
+                bound = recorder.position
+            self.after_forward()
+        recorder.categorize_live_activations(step)
+        backward = recorder.position
+        if part == 0 and steps.zero_grad == "before_backward":
+            self.zero_grad(step)
+        if self.loss is not None and self.loss.requires_grad:
+            with recorder.during("backward", step):
+                scaled = self.loss if self.scale is None else self.loss * self.scale
+                scaled.backward()  # type: ignore[no-untyped-call]
+                del scaled
+            categorize_gradients(recorder, self.trainable)
+        return returned, bound, backward
+
+    def optimize(self, step: int) -> None:
+        """Clip and step."""
+        recorder, clip = self.recorder, self.steps.clip
+        if clip is not None:
+            with recorder.during("clip", step):
+                # Where there are device rules the device is CUDA, whose default is foreach.
+                foreach = None if recorder.device_rules is None else True
+                nn.utils.clip_grad_norm_(self.trainable, clip, foreach=foreach)
+        if self.optimizer is not None:
+            with recorder.during("optimizer", step):
+                self.optimizer.step()
+            _categorize_state(recorder, self.optimizer)
+
+    def zero_grad(self, step: int) -> None:
+        """Let go of the gradients."""
+        with self.recorder.during("zero_grad", step):
+            for parameter in self.trainable:
+                parameter.grad = None
+
+    def forget(self) -> None:
+        """Unbind what the loop holds."""
+        self.outputs = None
+        self.loss = None
 
 
 def _autocast(steps: Steps) -> AbstractContextManager[Any]:
@@ -151,35 +258,11 @@ def _loss(outputs: Any, steps: Steps) -> torch.Tensor:
     return first.sum()
 
 
-def _zero_grad(recorder: Recorder, trainable: list[nn.Parameter], step: int) -> None:
-    with recorder.during("zero_grad", step):
-        for parameter in trainable:
-            parameter.grad = None
-
-
 def categorize_gradients(recorder: Recorder, parameters: Iterable[nn.Parameter]) -> None:
     """Say what of the live memory are gradients, each its parameter's module's."""
     for parameter in parameters:
         for tensor in tensors_in(parameter.grad):
             recorder.categorize(tensor, "gradients", like=parameter)
-
-
-def _optimize(
-    recorder: Recorder,
-    trainable: list[nn.Parameter],
-    optimizer: Optimizer | None,
-    steps: Steps,
-    step: int,
-) -> None:
-    if steps.clip is not None:
-        with recorder.during("clip", step):
-            # Where there are device rules the device is CUDA, whose default is foreach.
-            foreach = None if recorder.device_rules is None else True
-            nn.utils.clip_grad_norm_(trainable, steps.clip, foreach=foreach)
-    if optimizer is not None:
-        with recorder.during("optimizer", step):
-            optimizer.step()
-        _categorize_state(recorder, optimizer)
 
 
 def _categorize_state(recorder: Recorder, optimizer: Optimizer) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,14 +25,11 @@ from freezekit._memory.events import EventStream
 from freezekit._memory.optimizers import as_on_cuda
 from freezekit._memory.recorder import Recorder, tensors_in
 from freezekit._memory.shadow import Shadow
-from freezekit._memory.steps import Steps, run_steps
+from freezekit._memory.steps import Steps, run_first_step, run_steps
 from freezekit._wrappers import eager
 from freezekit.errors import TraceError, UnsupportedModelError
 
 __all__ = ["Traced", "trace"]
-
-# The first step makes optimizer state; the second is like all that follow.
-TRACED_STEPS = 2
 
 # What a fake run cannot do, and a real one can.
 _NEEDS_DATA = (
@@ -77,18 +74,11 @@ def trace(
     """
     compiled, model = eager(model)
     _check_tensors(model)
-    short = replace(plan, count=min(plan.count, TRACED_STEPS))
     settings = (capability, torch_version)
     # (The compiler is not imported for models that do not use it.)
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with collector_of_new_objects(), stance:
-        traced = _attempt(model, inputs, short, optimizer, settings, frozen)
-        if short.count < plan.count:
-            stream = traced.stream.repeated(plan.count - short.count)
-            if stream is None:
-                traced = _attempt(model, inputs, plan, optimizer, settings, frozen)
-            else:
-                traced = replace(traced, stream=stream)
+        traced = _attempt(model, inputs, plan, optimizer, settings, frozen)
     if compiled:
         note = "compiled code is estimated as the eager module inside it"
         traced = replace(traced, assumptions=(note, *traced.assumptions))
@@ -104,25 +94,75 @@ def _attempt(
     frozen: frozenset[str],
 ) -> Traced:
     try:
-        return _trace_fake(model, inputs, plan, optimizer, settings, frozen)
+        return next(
+            traced
+            for way in _ways(plan)
+            if (traced := _trace_fake(way, model, inputs, plan, optimizer, settings, frozen))
+        )
     except TraceError as error:
         tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
         if not isinstance(error.__cause__, _NEEDS_DATA) or any(t.is_meta for t in tensors):
             raise
         reason = str(error.__cause__).split("\n")[0] or type(error.__cause__).__name__
-    traced = _trace_real(model, inputs, plan, settings, frozen)
+    traced = next(
+        traced
+        for way in _ways(plan)
+        if (traced := _trace_real(way, model, inputs, plan, settings, frozen))
+    )
     note = f"run for real on the CPU: a trace without data fails ({reason})"
     return replace(traced, assumptions=(*traced.assumptions, note))
 
 
+# Runs a plan as run_steps does, with its arguments; None: not in this way.
+_Way: TypeAlias = Callable[..., EventStream | None]
+
+
+def _one_step(
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    *,
+    after_forward: Callable[[], None],
+) -> EventStream | None:
+    """The first step alone, from which the second follows; all others are like that."""
+    first = run_first_step(recorder, model, inputs, plan, after_forward=after_forward)
+    stream = first.two_steps()
+    if stream is None or plan.count == 2:
+        return stream
+    return stream.repeated(plan.count - 2)
+
+
+def _two_steps(
+    recorder: Recorder,
+    model: nn.Module,
+    inputs: Any,
+    plan: Steps,
+    *,
+    after_forward: Callable[[], None],
+) -> EventStream | None:
+    """The first makes optimizer state; all others are like the second."""
+    short = replace(plan, count=2)
+    stream = run_steps(recorder, model, inputs, short, after_forward=after_forward)
+    return stream.repeated(plan.count - 2)
+
+
+def _ways(plan: Steps) -> tuple[_Way, ...]:
+    """The ways to run a plan, the fastest first; the last is always one."""
+    return {1: (run_steps,), 2: (_one_step, run_steps)}.get(
+        plan.count, (_one_step, _two_steps, run_steps)
+    )
+
+
 def _trace_fake(
+    way: _Way,
     model: nn.Module,
     inputs: Any,
     plan: Steps,
     optimizer: Optimizer | None,
     settings: tuple[Capability, tuple[int, int]],
     frozen: frozenset[str],
-) -> Traced:
+) -> Traced | None:
     shadow = Shadow()
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
     _freeze(twin, frozen)
@@ -133,28 +173,31 @@ def _trace_fake(
     recorder = Recorder(CudaRules(*settings))
     # The random state is saved outside the mode, or it would be a fake one.
     with _failures(recorder), torch.random.fork_rng(devices=()), shadow.mode, functions:
-        stream = run_steps(
-            recorder, twin, twin_inputs, plan, after_forward=functions.autocast.clear
-        )
+        stream = way(recorder, twin, twin_inputs, plan, after_forward=functions.autocast.clear)
+    if stream is None:
+        return None
     return Traced(stream=stream, assumptions=_assumed(recorder, functions))
 
 
 def _trace_real(
+    way: _Way,
     model: nn.Module,
     inputs: Any,
     plan: Steps,
     settings: tuple[Capability, tuple[int, int]],
     frozen: frozenset[str],
-) -> Traced:
+) -> Traced | None:
     twin, twin_inputs = copy.deepcopy((model, inputs))
     twin = twin.to("cpu")
     _freeze(twin, frozen)
     functions = CudaFunctions(settings[0], real=True)
     recorder = Recorder(CudaRules(*settings))
     with _failures(recorder), torch.random.fork_rng(devices=()), functions:
-        stream = run_steps(
+        stream = way(
             recorder, twin, _to_cpu(twin_inputs), plan, after_forward=functions.autocast.clear
         )
+    if stream is None:
+        return None
     return Traced(stream=stream, assumptions=_assumed(recorder, functions))
 
 
