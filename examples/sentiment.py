@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,8 +233,19 @@ def same_batches(store: FeatureDataset, seed: int) -> Callable[[], Iterator[Batc
 # -- the run -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many threads for an operator; ``None``: as many as there were."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Job(NamedTuple):
-    """One way of training."""
+    """One way of training; ``threads``: for an operator, ``None`` for all."""
 
     name: str
     make: Callable[[], tuple[nn.Module, list[tuple[nn.Module, float]]]]
@@ -241,15 +253,18 @@ class Job(NamedTuple):
     tests: Callable[[], Iterable[Batch]]
     epochs: int
     store: int
+    # A head alone computes so little at a time that sharing it out takes longer than it saves.
+    threads: int | None = None
 
 
 def run_job(job: Job, tested: int, seed: int) -> Row:
     """Train, test and measure."""
     torch.manual_seed(seed)
     model, rates = job.make()
-    seconds, correct, optimizer = train_head(
-        model, job.batches, rates, job.epochs, lambda m: count_correct(m, job.tests())
-    )
+    with threads(job.threads):
+        seconds, correct, optimizer = train_head(
+            model, job.batches, rates, job.epochs, lambda m: count_correct(m, job.tests())
+        )
     model.train()
     widest = max(job.batches(), key=lambda b: max(t.numel() for t in b.values()))
     optimizer.zero_grad(set_to_none=True)
@@ -323,6 +338,7 @@ def make_jobs(
             to_test(mean_test),
             stored,
             small,
+            threads=1,
         ),
         Job("linear, no store", mean_without_store, shuffled(plain, seed), tests, slow, 0),
         Job(
@@ -332,6 +348,7 @@ def make_jobs(
             to_test(token_test),
             stored,
             size,
+            threads=1,
         ),
         Job("GRU, no store", without_store, shuffled(plain, seed), tests, slow, 0),
         Job("all fine-tuned", all_of_it, shuffled(plain, seed), tests, tuned, 0),

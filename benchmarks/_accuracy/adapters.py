@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freezekit import estimate_memory
+from freezekit._memory.allocator import Block, CachingAllocator
+from freezekit._memory.events import EventStream
 
 __all__ = ["Experiment", "build", "estimate_experiment", "fit_length", "read_experiment"]
 
 BATCH = 4
 LONGEST = 768
+# Lengths tried for the fit.
+_STRIDE = 32
+# Lengths of batches in order, as shares of the longest: a bucket's last, the next bucket's first
+# and second; the cache is emptied before the step of this number.
+_LENGTHS = (0.2, 1.0, 0.8)
+_EMPTIED = 1
 L40S = (8, 9)
 TORCH = "2.13.0"
 LLAMA: dict[str, Any] = {
@@ -243,7 +252,11 @@ def _osf_ranks(experiment: Experiment, model: nn.Module) -> dict[str, int]:
 
 
 def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -> int:
-    """Predicted peak of reserved bytes, for rows of ``length`` tokens."""
+    """Predicted peak of reserved bytes; the longest batch has rows of ``length`` tokens.
+
+    The comparison sorts each 20 batches by length, the longest first, and empties the cache after
+    every tenth step: so right before each longest batch.
+    """
     ids = torch.empty(BATCH, length, dtype=torch.long, device="meta")
     inputs = {name: torch.empty_like(ids) for name in ("input_ids", "attention_mask", "labels")}
     if experiment.peft_type in ("MULTITASK_PROMPT_TUNING", "POLY"):
@@ -251,7 +264,33 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     estimate = estimate_memory(
         model, inputs, optimizer=_adamw, steps=2, clip=1.0, capability=L40S, torch_version=TORCH
     )
-    return estimate.peak_reserved
+    return _reserved_in_loop(estimate.stream)
+
+
+def _reserved_in_loop(stream: EventStream) -> int:
+    """The most that is reserved when batches come in the comparison's order of lengths."""
+    lengths = dict(enumerate(_LENGTHS))
+    whole = stream.repeated(len(_LENGTHS) - 2)
+    assert whole is not None  # an adapter that keeps memory from step to step
+    allocator, blocks, step = CachingAllocator(), dict[int, Block](), -1
+    peak = 0
+    for event in whole.events:
+        if event.step != step and event.step >= 0:
+            step = event.step
+            if step == _EMPTIED:
+                allocator.empty_cache()
+        if not event.is_alloc:
+            if event.allocation in blocks:
+                allocator.free(blocks.pop(event.allocation))
+            continue
+        found = whole.allocations[event.allocation]
+        grows = found.category in ("activations", "temporaries")
+        share = lengths.get(found.step, 1.0) if grows else 1.0
+        block = allocator.malloc(int(share * found.nbytes))
+        if block is not None:
+            blocks[event.allocation] = block
+        peak = max(peak, allocator.counters.reserved)
+    return peak
 
 
 def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
@@ -259,16 +298,22 @@ def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def fit_length(experiment: Experiment) -> int:
-    """The length of rows at which the estimate is nearest to what was measured.
+    """The length of the longest rows at which the estimate meets what was measured.
 
-    Memory grows with the length: the two lengths around the measurement are found by halving.
+    What a full fine-tune reserves hardly depends on it (weights, gradients and optimizer state are
+    most of it, fragments the rest): of all lengths that meet it within 2 %, the middle one.
+
+    Raises:
+        ValueError: no length does, within 10 %.
     """
     model = build(experiment)
-    low, high = 1, LONGEST // 8
-    while low < high:
-        middle = (low + high) // 2
-        if estimate_experiment(model, experiment, 8 * middle) < experiment.measured:
-            low = middle + 1
-        else:
-            high = middle
-    return 8 * low
+    errors = {
+        length: abs(estimate_experiment(model, experiment, length) / experiment.measured - 1)
+        for length in range(_STRIDE, LONGEST + 1, _STRIDE)
+    }
+    least = min(errors.values())
+    if least > 0.1:
+        raise ValueError(f"{experiment.name}: no length meets it within 10 % (least {least:.1%})")
+    return statistics.median_low(
+        length for length, error in errors.items() if error <= max(0.02, least)
+    )
