@@ -124,6 +124,7 @@ def _llama(options: Mapping[str, Any]) -> nn.Module:
 def _with_data(model: nn.Module, experiment: Experiment) -> nn.Module:
     """The model on the CPU: targeted weights random, others as memory happens to be."""
     model = model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]  # to_empty made two of the head's and the input's
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] in experiment.targets:
             nn.init.normal_(module.weight, std=0.02)
