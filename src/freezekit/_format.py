@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -75,6 +76,7 @@ def format_percent(part: int, whole: int) -> str:
     return f"{min(percent, 99.9):.1f}%"
 
 
+@cache
 def format_dtype(dtype: torch.dtype) -> str:
     """``format_dtype(torch.float32)`` is ``"f32"``; rarer dtypes keep torch's name."""
     return _DTYPE_SHORT.get(dtype, str(dtype).removeprefix("torch."))

@@ -366,8 +366,11 @@ def _describe(
     tensors: list[nn.Parameter], fqn: str, aliases: tuple[str, ...], owner: int
 ) -> ParameterInfo:
     tensor = tensors[0]
+    requires_grad, has_grad = tensor.requires_grad, tensor.is_leaf and tensor.grad is not None
     if len(tensors) > 1:  # several views of one memory: the widest one stands for all
         tensor = max(tensors, key=lambda t: t.nbytes)
+        requires_grad = any(t.requires_grad for t in tensors)
+        has_grad = any(t.is_leaf and t.grad is not None for t in tensors)
     shape, numel, nbytes, layout = measure(tensor)
     return ParameterInfo(
         fqn,
@@ -376,8 +379,8 @@ def _describe(
         tensor.dtype,
         numel,
         nbytes,
-        any(t.requires_grad for t in tensors),
-        any(t.is_leaf and t.grad is not None for t in tensors),
+        requires_grad,
+        has_grad,
         owner,
         layout,
         "" if tensor.requires_grad and tensor.is_leaf else why_untrainable(tensor),

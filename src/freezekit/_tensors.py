@@ -101,25 +101,25 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def measure(tensor: torch.Tensor) -> tuple[tuple[int, ...], int, int, Layout]:
     """Logical shape, elements, bytes, and how the tensor is kept."""
-    dtype = tensor.dtype
     kind = type(tensor)
-    if kind is not nn.Parameter and is_lazy(tensor):
+    is_plain = kind is nn.Parameter  # most are; there may be a hundred thousand
+    if not is_plain and is_lazy(tensor):
         return (), 0, 0, "lazy"
     ds_numel = getattr(tensor, "ds_numel", None)
     if ds_numel is not None:
         # DeepSpeed's ZeRO-3 leaves an empty tensor behind and notes what it stands for.
         shape = tuple(getattr(tensor, "ds_shape", (ds_numel,)))
-        return shape, int(ds_numel), int(ds_numel) * dtype.itemsize, "sharded"
+        return shape, int(ds_numel), int(ds_numel) * tensor.dtype.itemsize, "sharded"
     shape, numel = tuple(tensor.shape), tensor.numel()
-    nbytes = numel * dtype.itemsize
-    if kind.__name__ == "Params4bit":
+    nbytes = numel * tensor.dtype.itemsize
+    if not is_plain and kind.__name__ == "Params4bit":
         # bitsandbytes packs two 4-bit weights into a byte.
         unpacked = getattr(getattr(tensor, "quant_state", None), "shape", None)
         logical = (2 * nbytes,) if unpacked is None else tuple(unpacked)
         return logical, math.prod(logical), nbytes, "packed"
-    if hasattr(kind, "device_mesh"):
+    if not is_plain and hasattr(kind, "device_mesh"):
         return shape, numel, nbytes, "sharded"
-    if tensor.layout is torch.strided and 0 in tensor.stride():
+    if tensor.layout is torch.strided and not tensor.is_contiguous() and 0 in tensor.stride():
         nbytes = min(nbytes, _extent(tensor))  # an expanded tensor repeats its memory
     return shape, numel, nbytes, "dense"
 

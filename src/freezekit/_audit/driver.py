@@ -18,7 +18,6 @@ from freezekit._audit.running import check_codes, check_doc, run_checks
 from freezekit._audit.tree import module_rows
 from freezekit._collector import collector_paused
 from freezekit._inventory import take_inventory
-from freezekit._memory.estimate import check_inputs
 from freezekit.errors import OptimizerError
 
 __all__ = ["Optimizers", "audit", "check_optimizers", "make_context", "make_report"]
@@ -78,10 +77,17 @@ def audit(
     checks = tuple(checks)
     ignored = check_codes(checks, ignore)
     if inputs is not None:
+        from freezekit._memory.estimate import check_inputs  # 0.1 s: for those who ask
+
         check_inputs(inputs)
-    with collector_paused():
+
+    def look() -> AuditReport:
         context = make_context(model, optimizer, expect_trainable, inputs)
         return make_report(context, run_checks(context, checks, ignored), checks)
+
+    # A function of its own: its records are gone before the collector could walk them.
+    with collector_paused():
+        return look()
 
 
 def make_context(

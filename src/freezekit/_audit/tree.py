@@ -159,7 +159,9 @@ class _Tree:
         node.tensors += 1
         node.numel += info.numel
         node.nbytes += info.nbytes
-        node.dtypes = _union(node.dtypes, (format_dtype(info.dtype),))
+        dtype = format_dtype(info.dtype)
+        if dtype not in node.dtypes:
+            node.dtypes = (*node.dtypes, dtype)
         if info.requires_grad:
             node.trainable += info.numel
             node.trainable_tensors += 1
