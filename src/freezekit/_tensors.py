@@ -177,5 +177,8 @@ def _masks(hook: object) -> bool:
         return True
     if code is None:
         return False
-    stores = any(instruction.opname == "STORE_SUBSCR" for instruction in dis.get_instructions(code))
+    # An assignment to a slice has an instruction of its own since Python 3.12.
+    stores = any(
+        found.opname in ("STORE_SUBSCR", "STORE_SLICE") for found in dis.get_instructions(code)
+    )
     return stores or not _MASKING.isdisjoint(code.co_names)

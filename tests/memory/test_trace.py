@@ -345,15 +345,16 @@ def test_the_collector_leaves_old_objects_alone() -> None:
     class Node:
         pass
 
+    own = gc.get_freeze_count()  # CPython 3.12 has some
     with collector_of_new_objects():
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 10_000
         node: Any = Node()
         node.itself = node
         gone = weakref.ref(node)
         del node
         gc.collect()
         assert gone() is None
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= own
     gc.freeze()
     try:
         before = gc.get_freeze_count()
