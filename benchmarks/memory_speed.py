@@ -26,22 +26,12 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from _accuracy.xmem import build_row, estimate_built, read_row
+from _accuracy.xmem import LLAMA_3B, build_row, estimate_built, read_row
 from freezekit import estimate_memory
 
 MIB = 1 << 20
 console = Console(width=100)
 
-LLAMA_3B = {
-    "vocab_size": 128_256,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 LLAMA_70B = {
     "vocab_size": 128_256,
     "hidden_size": 8192,

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from _accuracy.xmem import LLAMA_3B
 from freezekit import estimate_memory
-from freezekit._memory.allocator import Block, CachingAllocator
-from freezekit._memory.events import EventStream
+from freezekit._memory.replay import replay
 
 __all__ = ["Experiment", "build", "estimate_experiment", "fit_length", "read_experiment"]
 
@@ -37,17 +37,6 @@ _LENGTHS = (0.2, 1.0, 0.8)
 _EMPTIED = 1
 L40S = (8, 9)
 TORCH = "2.13.0"
-LLAMA: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +106,7 @@ def _llama(options: Mapping[str, Any]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**LLAMA, **options}))
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**LLAMA_3B, **options}))
     return model.to(torch.bfloat16)
 
 
@@ -265,33 +254,9 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     estimate = estimate_memory(
         model, inputs, optimizer=_adamw, steps=2, clip=1.0, capability=L40S, torch_version=TORCH
     )
-    return _reserved_in_loop(estimate.stream)
-
-
-def _reserved_in_loop(stream: EventStream) -> int:
-    """The most that is reserved when batches come in the comparison's order of lengths."""
-    lengths = dict(enumerate(_LENGTHS))
-    whole = stream.repeated(len(_LENGTHS) - 2)
-    assert whole is not None  # an adapter that keeps memory from step to step
-    allocator, blocks, step = CachingAllocator(), dict[int, Block](), -1
-    peak = 0
-    for event in whole.events:
-        if event.step != step and event.step >= 0:
-            step = event.step
-            if step == _EMPTIED:
-                allocator.empty_cache()
-        if not event.is_alloc:
-            if event.allocation in blocks:
-                allocator.free(blocks.pop(event.allocation))
-            continue
-        found = whole.allocations[event.allocation]
-        grows = found.category in ("activations", "temporaries")
-        share = lengths.get(found.step, 1.0) if grows else 1.0
-        block = allocator.malloc(int(share * found.nbytes))
-        if block is not None:
-            blocks[event.allocation] = block
-        peak = max(peak, allocator.counters.reserved)
-    return peak
+    stream = estimate.stream.repeated(len(_LENGTHS) - 2)
+    assert stream is not None  # an adapter that keeps memory from step to step
+    return replay(stream.scaled(dict(enumerate(_LENGTHS))), emptied=(_EMPTIED,)).peak_reserved
 
 
 def _adamw(parameters: list[nn.Parameter]) -> Optimizer:

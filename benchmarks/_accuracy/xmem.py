@@ -21,6 +21,7 @@ from torch import nn
 from freezekit import MemoryEstimate, estimate_memory
 
 __all__ = [
+    "LLAMA_3B",
     "MODELS",
     "Row",
     "build_model",
@@ -173,6 +174,16 @@ _TORCHVISION = {
     "RegNetX400MF": "regnet_x_400mf",
     "RegNetY400MF": "regnet_y_400mf",
 }
+LLAMA_3B: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 _GPT2 = ("GPT2Config", "GPT2LMHeadModel")
 _TRANSFORMERS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "openai-community/gpt2": (_GPT2, {}),
@@ -265,16 +276,7 @@ _TRANSFORMERS: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     ),
     "meta-llama/Llama-3.2-3B-Instruct": (
         ("LlamaConfig", "LlamaForCausalLM"),
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
+        LLAMA_3B,
     ),
     "Qwen/Qwen3-4B": (
         ("Qwen3Config", "Qwen3ForCausalLM"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import library as operators
 from torch import nn
 
 from freezekit import estimate_memory
@@ -83,9 +84,9 @@ def test_a_constant_keeps_its_value() -> None:
 
 def test_what_cannot_be_traced_runs_for_real() -> None:
     """An operator without a fake twin: the model runs on the CPU, and the report says so."""
-    with torch.library._scoped_library("freezekit_test", "FRAGMENT") as library:
-        library.define("mystery(Tensor x) -> Tensor")
-        library.impl("mystery", lambda x: x * 2, "CPU")
+    with operators._scoped_library("freezekit_test", "FRAGMENT") as ours:
+        ours.define("mystery(Tensor x) -> Tensor")
+        ours.impl("mystery", lambda x: x * 2, "CPU")
 
         def mystery(x: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = torch.ops.freezekit_test.mystery(x.detach())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from freezekit import estimate_memory, freeze
 from freezekit._memory.events import Allocation, Event, EventStream
 from freezekit._memory.recorder import Recorder
+from freezekit._memory.replay import replay
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_first_step, run_steps
 
@@ -326,6 +327,23 @@ def test_a_first_step_is_not_repeated(count: int) -> None:
     model, inputs = mlp()
     stream = fake_run(model, inputs, Steps(count=1, optimizer=adamw))
     assert stream.repeated(count) is None
+
+
+def test_a_cache_that_is_emptied_between_steps_is_not_reused() -> None:
+    """Longer batches after shorter ones: what the short ones left is given back, or stands by."""
+    model, inputs = mlp()
+    whole = fake_run(model, inputs, Steps(count=2, optimizer=adamw))
+    growing = EventStream(
+        tuple(a._replace(nbytes=a.nbytes * 30_000) for a in whole.allocations), whole.events
+    ).scaled({0: 0.5})
+    sums = {0: 0, 1: 0}
+    for found in growing.allocations:
+        if found.category == "activations":
+            sums[found.step] += found.nbytes
+    assert 2 * sums[0] == sums[1] > 0
+    kept, emptied = replay(growing), replay(growing, emptied=(1,))
+    assert emptied.peak_allocated == kept.peak_allocated
+    assert emptied.peak_allocated <= emptied.peak_reserved < kept.peak_reserved
 
 
 def test_what_grows_is_not_repeated() -> None:

@@ -7,6 +7,7 @@ A fake trace, a real run on the CPU and a CUDA memory snapshot all become an
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -100,6 +101,16 @@ class EventStream:
         training does not: it makes optimizer state.)
         """
         return _repeat(self, times)
+
+    def scaled(self, shares: Mapping[int, float]) -> EventStream:
+        """The stream with shorter batches: what grows with the batch, by its step's share."""
+        allocations = tuple(
+            found._replace(nbytes=int(found.nbytes * shares[found.step]))
+            if found.step in shares and found.category in ("activations", "temporaries")
+            else found
+            for found in self.allocations
+        )
+        return EventStream(allocations, self.events)
 
     def live_at_end(self, phase: Phase, step: int) -> list[Allocation]:
         """What is in use at the end of a phase; nothing if it never was."""

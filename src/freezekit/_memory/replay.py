@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from freezekit._memory.allocator import Block, CachingAllocator, Counters
@@ -49,7 +50,11 @@ class Replayed:
 
 
 def replay(
-    stream: EventStream, allocator: CachingAllocator | None = None, *, possible: float = 0.0
+    stream: EventStream,
+    allocator: CachingAllocator | None = None,
+    *,
+    possible: float = 0.0,
+    emptied: Collection[int] = (),
 ) -> Replayed:
     """Give the stream's allocations and frees to an allocator (by default a fresh one).
 
@@ -57,6 +62,7 @@ def replay(
         stream: what happens.
         allocator: takes it.
         possible: how much of what libraries may take beside is taken.
+        emptied: steps before which the cache is emptied, as by ``torch.cuda.empty_cache``.
 
     Raises:
         SimulatedOutOfMemoryError: it does not fit under the allocator's capacity.
@@ -67,7 +73,12 @@ def replay(
     charged: dict[int, int] = {}
     peak, peak_event = -1, 0
     phases = _Phases()
+    step = -1
     for number, event in enumerate(stream.events):
+        if event.step > step:
+            step = event.step
+            if step in emptied:
+                allocator.empty_cache()
         phases.enter(event, counters)
         if event.is_alloc:
             found = stream.allocations[event.allocation]

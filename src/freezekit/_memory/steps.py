@@ -165,8 +165,8 @@ class _Loop:
         self.recorder, self.model, self.inputs, self.steps = recorder, model, inputs, steps
         self.after_forward = after_forward
         self.trainable = [p for p in model.parameters() if p.requires_grad]
-        makes_one = steps.optimizer is not None and self.trainable
-        self.optimizer = steps.optimizer(self.trainable) if makes_one and steps.optimizer else None
+        makes_one = steps.optimizer if self.trainable else None
+        self.optimizer = None if makes_one is None else makes_one(self.trainable)
         if self.optimizer is not None:
             _categorize_state(recorder, self.optimizer)
         self.scale = torch.full((), 65536.0) if steps.scaler else None

@@ -94,20 +94,16 @@ def _attempt(
     frozen: frozenset[str],
 ) -> Traced:
     try:
-        return next(
-            traced
-            for way in _ways(plan)
-            if (traced := _trace_fake(way, model, inputs, plan, optimizer, settings, frozen))
+        return _in_first_way(
+            plan, lambda way: _trace_fake(way, model, inputs, plan, optimizer, settings, frozen)
         )
     except TraceError as error:
         tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
         if not isinstance(error.__cause__, _NEEDS_DATA) or any(t.is_meta for t in tensors):
             raise
         reason = str(error.__cause__).split("\n")[0] or type(error.__cause__).__name__
-    traced = next(
-        traced
-        for way in _ways(plan)
-        if (traced := _trace_real(way, model, inputs, plan, settings, frozen))
+    traced = _in_first_way(
+        plan, lambda way: _trace_real(way, model, inputs, plan, settings, frozen)
     )
     note = f"run for real on the CPU: a trace without data fails ({reason})"
     return replace(traced, assumptions=(*traced.assumptions, note))
@@ -147,11 +143,11 @@ def _two_steps(
     return stream.repeated(plan.count - 2)
 
 
-def _ways(plan: Steps) -> tuple[_Way, ...]:
-    """The ways to run a plan, the fastest first; the last is always one."""
-    return {1: (run_steps,), 2: (_one_step, run_steps)}.get(
-        plan.count, (_one_step, _two_steps, run_steps)
-    )
+def _in_first_way(plan: Steps, run: Callable[[_Way], Traced | None]) -> Traced:
+    """Run a plan in the fastest way that does; the last always does."""
+    faster: tuple[_Way, ...] = (_one_step, _two_steps)
+    ways = (*faster[: max(0, plan.count - 1)], run_steps)
+    return next(traced for way in ways if (traced := run(way)) is not None)
 
 
 def _trace_fake(

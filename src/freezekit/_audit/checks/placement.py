@@ -50,7 +50,8 @@ def frozen_above_trainable(context: AuditContext) -> Iterator[Finding]:
         )
     )
     share = format_percent(numel, context.total_numel)
-    price, tells = _price(context, first, lowest), "freezekit.audit(model, inputs=batch) tells"
+    price = _price(context, first, lowest)
+    hint = " freezekit.audit(model, inputs=batch) tells how much memory that is."
     yield Finding(
         code="FK703",
         severity="note",
@@ -59,10 +60,9 @@ def frozen_above_trainable(context: AuditContext) -> Iterator[Finding]:
         cause=f"{format_count(numel)} frozen parameters ({share}) in "
         f"{plural(len(above), 'tensor')} come "
         f"after the first trainable ones ({shorten(fold_names(lowest))}): gradients pass through "
-        f"them, and their activations are kept{price or ''}.",
+        f"them, and their activations are kept{price}.",
         mend="It would be free if nothing learned below it: freezekit.freeze(model, "
-        f"{as_argument(context, lowest)}); for adapters it is the price."
-        + ("" if price else f" {tells} how much memory that is."),
+        f"{as_argument(context, lowest)}); for adapters it is the price." + ("" if price else hint),
     )
 
 

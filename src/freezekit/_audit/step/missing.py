@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
-from freezekit._audit.step.causes import Cause, Kind, causes_of_missing
+from freezekit._audit.step.causes import Kind, causes_of_missing
 from freezekit._format import format_count, plural
 
 __all__ = [
@@ -32,19 +33,17 @@ def under_no_grad(context: AuditContext) -> Iterator[Finding]:
     learning, cost a place in the optimizer, and make ``DistributedDataParallel`` raise. Taking the
     ``no_grad`` away later makes them learn without a word.
     """
-    for cause, indices in _missing(context, "no_grad"):
-        fqns, numel = _figures(context, indices)
-        name = _name(context, cause.module)
+    for lack in _missing(context, "no_grad"):
         yield Finding(
             code="FK803",
             severity="error",
             title="trainable parameters run under no_grad",
-            fqns=fqns,
-            cause=f"{plural(len(fqns), 'tensor')} ({format_count(numel)} parameters) marked "
-            "trainable "
-            f"that cannot receive a gradient, because {name} runs under torch.no_grad(); {_DDP}.",
-            mend=f"If they are not to learn, say so: freezekit.freeze(model, "
-            f"{as_argument(context, fqns)}); if they are, call {name} outside of torch.no_grad().",
+            fqns=lack.fqns,
+            cause=f"{lack.figures} marked trainable that cannot receive a gradient, because "
+            f"{lack.name} runs under torch.no_grad(); {_DDP}.",
+            mend="If they are not to learn, say so: freezekit.freeze(model, "
+            f"{as_argument(context, lack.fqns)}); if they are, call {lack.name} outside of "
+            "torch.no_grad().",
         )
 
 
@@ -54,21 +53,17 @@ def under_inference_mode(context: AuditContext) -> Iterator[Finding]:
     As under ``no_grad`` they cannot receive a gradient; and what comes out of it cannot enter a
     computation that is trained: "Inference tensors cannot be saved for backward".
     """
-    for cause, indices in _missing(context, "inference"):
-        fqns, numel = _figures(context, indices)
-        name = _name(context, cause.module)
+    for lack in _missing(context, "inference"):
         yield Finding(
             code="FK804",
             severity="error",
             title="trainable parameters run under inference_mode",
-            fqns=fqns,
-            cause=f"{plural(len(fqns), 'tensor')} ({format_count(numel)} parameters) marked "
-            "trainable "
-            f"that cannot receive a gradient, because {name} runs under torch.inference_mode(); "
-            f"{_DDP}.",
+            fqns=lack.fqns,
+            cause=f"{lack.figures} marked trainable that cannot receive a gradient, because "
+            f"{lack.name} runs under torch.inference_mode(); {_DDP}.",
             mend="If they are not to learn: freezekit.freeze(model, "
-            f"{as_argument(context, fqns)}), and "
-            f"run {name} under torch.no_grad(); if they are, call it outside of both.",
+            f"{as_argument(context, lack.fqns)}), and "
+            f"run {lack.name} under torch.no_grad(); if they are, call it outside of both.",
         )
 
 
@@ -78,15 +73,14 @@ def in_reentrant_checkpoint(context: AuditContext) -> Iterator[Finding]:
     Its forward runs without gradients, and is only run again with them if one of its inputs
     requires a gradient. Over frozen embeddings none does.
     """
-    for cause, indices in _missing(context, "checkpoint"):
-        fqns, numel = _figures(context, indices)
+    for lack in _missing(context, "checkpoint"):
         yield Finding(
             code="FK805",
             severity="error",
             title="a reentrant checkpoint cut off gradients",
-            fqns=fqns,
-            cause=f"{plural(len(fqns), 'tensor')} ({format_count(numel)} parameters) in "
-            f"{_name(context, cause.module)} without a gradient: it runs in a checkpoint with "
+            fqns=lack.fqns,
+            cause=f"{lack.figures} in "
+            f"{lack.name} without a gradient: it runs in a checkpoint with "
             f"use_reentrant=True whose inputs require none; {_DDP}.",
             mend="Use checkpoint(..., use_reentrant=False); with transformers: "
             "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs="
@@ -104,13 +98,11 @@ def cut_off(context: AuditContext) -> Iterator[Finding]:
     if step is None or step.error is not None:
         return  # what would have come is not known
     for kind in ("cut_inside", "cut_between"):
-        for cause, indices in _missing(context, kind):
-            fqns, numel = _figures(context, indices)
-            name = _name(context, cause.module)
+        for lack in _missing(context, kind):
             where = (
-                f"inside the forward of {name}, whose output requires no gradient"
+                f"inside the forward of {lack.name}, whose output requires no gradient"
                 if kind == "cut_inside"
-                else f"between {name} and {_name(context, cause.other)}, which gets its input "
+                else f"between {lack.name} and {_name(context, lack.other)}, which gets its input "
                 "without "
                 "a graph"
             )
@@ -118,12 +110,12 @@ def cut_off(context: AuditContext) -> Iterator[Finding]:
                 code="FK806",
                 severity="error",
                 title="gradients are cut off",
-                fqns=fqns,
-                cause=f"{plural(len(fqns), 'tensor')} ({format_count(numel)} parameters) marked "
+                fqns=lack.fqns,
+                cause=f"{lack.figures} marked "
                 f"trainable and without a gradient: it is cut off {where} (detach, no_grad, .data, "
                 f"argmax); {_DDP}.",
                 mend="If they are not to learn: freezekit.freeze(model, "
-                f"{as_argument(context, fqns)}); "
+                f"{as_argument(context, lack.fqns)}); "
                 "if they are, take the detach() or no_grad away there.",
             )
 
@@ -145,17 +137,16 @@ def not_in_the_loss(context: AuditContext) -> Iterator[Finding]:
         "(detach, argmax, item)",
     }
     for kind, reason in reasons.items():
-        for cause, indices in _missing(context, kind):
-            fqns, numel = _figures(context, indices)
+        for lack in _missing(context, kind):
             yield Finding(
                 code="FK807",
                 severity="warning",
                 title="trainable parameters are not in the loss",
-                fqns=fqns,
-                cause=f"{plural(len(fqns), 'tensor')} ({format_count(numel)} parameters) without a "
-                f"gradient: {reason.format(name=_name(context, cause.module))}; {_DDP}.",
+                fqns=lack.fqns,
+                cause=f"{lack.figures} without a "
+                f"gradient: {reason.format(name=lack.name)}; {_DDP}.",
                 mend="If they are not needed: freezekit.freeze(model, "
-                f"{as_argument(context, fqns)}).",
+                f"{as_argument(context, lack.fqns)}).",
             )
 
 
@@ -166,46 +157,59 @@ def lost_by_autocast(context: AuditContext) -> Iterator[Finding]:
     on: the weight then gets none. In a compiled module, code that was compiled while a parameter
     was frozen may go on running.
     """
-    for cause, indices in _missing(context, "autocast"):
-        fqns, _ = _figures(context, indices)
-        name = _name(context, cause.module)
+    for lack in _missing(context, "autocast"):
         yield Finding(
             code="FK808",
             severity="error",
             title="autocast's cached casts have no gradient",
-            fqns=fqns,
-            cause=f"{plural(len(fqns), 'tensor')} without a gradient: {name} ran under no_grad "
-            "and then "
-            "with gradients on within one autocast, and its output required none.",
+            fqns=lack.fqns,
+            cause=f"{plural(len(lack.fqns), 'tensor')} without a gradient: {lack.name} ran under "
+            "no_grad and then with gradients on within one autocast, and its output required none.",
             mend="Call torch.clear_autocast_cache() between the two, or leave autocast between "
             "them.",
         )
-    for cause, indices in _missing(context, "compiled"):
-        fqns, _ = _figures(context, indices)
-        name = _name(context, cause.module)
+    for lack in _missing(context, "compiled"):
         yield Finding(
             code="FK808",
             severity="warning",
             title="parameters in a compiled module got no gradient",
-            fqns=fqns,
-            cause=f"{plural(len(fqns), 'tensor')} in {name}, which is compiled and was not looked "
-            "into, "
-            "without a gradient.",
+            fqns=lack.fqns,
+            cause=f"{plural(len(lack.fqns), 'tensor')} in {lack.name}, which is compiled and was "
+            "not looked into, without a gradient.",
             mend="If their flags changed since it was compiled, call torch.compiler.reset(); to "
             "see the "
             "cause, audit the step of the model before torch.compile.",
         )
 
 
-def _missing(context: AuditContext, kind: Kind | str) -> list[tuple[Cause, list[int]]]:
-    return [
-        (cause, found) for cause, found in causes_of_missing(context).items() if cause.kind == kind
-    ]
+class _Lack(NamedTuple):
+    """Parameters that got no gradient by one cause, as findings name them.
+
+    Attributes:
+        fqns: theirs.
+        figures: how many tensors and parameters that is.
+        name: the module that the cause is at.
+        other: another one that it is about.
+    """
+
+    fqns: tuple[str, ...]
+    figures: str
+    name: str
+    other: int
 
 
-def _figures(context: AuditContext, indices: list[int]) -> tuple[tuple[str, ...], int]:
-    infos = [context.inventory.parameters[index] for index in indices]
-    return tuple(info.fqn for info in infos), sum(info.numel for info in infos)
+def _missing(context: AuditContext, kind: Kind | str) -> Iterator[_Lack]:
+    for cause, indices in causes_of_missing(context).items():
+        if cause.kind != kind:
+            continue
+        infos = [context.inventory.parameters[index] for index in indices]
+        numel = format_count(sum(info.numel for info in infos))
+        yield _Lack(
+            tuple(info.fqn for info in infos),
+            f"{plural(len(infos), 'tensor')} ({numel} parameters)",
+            _name(context, cause.module),
+            cause.other,
+        )
 
 
 def _name(context: AuditContext, index: int) -> str:
