@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from freezekit import MemoryEstimate, estimate_memory, frozen
+from freezekit._memory.devices import CONTEXT
 from freezekit.errors import TraceError, UnsupportedModelError
 
 MIB = 1 << 20
@@ -162,10 +163,33 @@ def test_the_safe_figure_says_what_it_covers() -> None:
     """Its margins add up, and convolutions and varying lengths have their own."""
     plain = estimate_memory(mlp(), batch())
     assert plain.safe == plain.peak_reserved + sum(size for _, size in plain.margins)
-    varying = estimate_memory(mlp(), batch(65536), lengths="vary")
-    assert any("shorter batches" in what for what, _ in varying.margins)
+    varying = estimate_memory(mlp(), batch(65536), lengths="vary", steps=2)
+    assert "shorter batches before up to" in dict(varying.margins)
     low, high = plain.total
     assert plain.peak_reserved + plain.context[0] == low < high == plain.safe + plain.context[1]
+
+
+def test_a_shorter_batch_between_others_leaves_what_they_cannot_use() -> None:
+    """With ``lengths="vary"`` the second of three steps is shorter: its logits fit no longer."""
+    model = nn.Sequential(nn.Embedding(8192, 256), nn.Linear(256, 256), nn.Linear(256, 8192))
+    tokens = torch.empty(32, 128, dtype=torch.long, device="meta")
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    fixed = estimate_memory(model, tokens, loss=loss)
+    varying = estimate_memory(model, tokens, loss=loss, lengths="vary")
+    logits = 32 * 128 * 8192 * 4
+    assert varying.safe - fixed.safe >= 0.9 * logits
+    assert varying.peak_reserved == fixed.peak_reserved
+
+
+def test_what_is_safe_stays_within_the_budget_less_the_least_context() -> None:
+    """More cannot be reserved."""
+    roomy = estimate_memory(mlp(), batch(65536))
+    room = roomy.peak_reserved + MIB
+    assert roomy.safe > room
+    assert estimate_memory(mlp(), batch(65536), budget=room + CONTEXT[0]).safe == room
 
 
 # -- the report --------------------------------------------------------------------------------
@@ -379,11 +403,13 @@ def test_targets_without_data_beside_the_model() -> None:
     weights = torch.empty(2, device="meta")
 
     def loss(outputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs, labels, weight=weights)
+        return nn.functional.cross_entropy(outputs, labels.flatten(), weight=weights.abs())
 
     on_meta = estimate_memory(mlp(), batch(), loss=loss)
     real = torch.zeros(64, dtype=torch.long), torch.ones(2)
     with_data = estimate_memory(
-        mlp(), batch(), loss=lambda out: nn.functional.cross_entropy(out, real[0], weight=real[1])
+        mlp(),
+        batch(),
+        loss=lambda out: nn.functional.cross_entropy(out, real[0].flatten(), weight=real[1].abs()),
     )
     assert on_meta.peak_reserved == with_data.peak_reserved

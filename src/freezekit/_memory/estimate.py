@@ -162,7 +162,9 @@ def _summarize(  # noqa: PLR0913
     stream = traced.stream
     capacity = None if budget is None else max(0, budget - CONTEXT[1])
     replayed, lacks = _replay_within(stream, config, capacity)
-    margins = _margins(stream, config, replayed.peak_reserved, capacity, lengths)
+    # The context may be smaller than the simulation has it: then there is more to reserve.
+    most = None if budget is None else max(0, budget - CONTEXT[0])
+    margins = _margins(stream, config, replayed.peak_reserved, most, lengths)
 
     return MemoryEstimate(
         model=model,
@@ -239,11 +241,11 @@ def _margins(
     stream: EventStream,
     config: AllocatorConfig,
     reserved: int,
-    capacity: int | None,
+    most: int | None,
     lengths: str,
 ) -> tuple[tuple[str, int], ...]:
-    """What is added to be safe. Under a capacity nothing can be reserved beyond it."""
-    room = None if capacity is None else max(0, capacity - reserved)
+    """What is added to be safe. Nothing can be reserved beyond ``most``."""
+    room = None if most is None else max(0, most - reserved)
     found: list[tuple[str, int]] = []
 
     def add(what: str, size: int) -> None:
@@ -252,33 +254,36 @@ def _margins(
             found.append((what, left))
 
     if any(allocation.possible for allocation in stream.allocations):
-        peaks = [
-            _replay_within_possible(stream, config, capacity, share, reserved) for share in _SHARES
-        ]
+        peaks = [_reserved(stream, config, most, possible=share) for share in _SHARES]
         add("cuDNN workspaces up to", max(peaks) - reserved)
     if lengths == "vary":
-        # What a slightly shorter first batch leaves cached is just too small for the next.
-        peak = replay(stream.scaled({0: 0.97}), CachingAllocator(config)).peak_reserved
-        add("shorter batches before up to", peak - reserved)
-    # Small differences in what comes first decide what fits where: in replays of measured runs with
-    # such differences the peak moved by up to 3 %. Libraries were measured to take 14 to 54 MiB.
-    add("fragmentation and libraries", 64 * MIB + 3 * reserved // 100)
+        add("shorter batches before up to", _reserved(_shorter(stream), config, most) - reserved)
+    # Small differences in what comes first decide what fits where: equal runs were measured to
+    # differ by up to 1 % without a cause that is named above. Libraries took 14 to 54 MiB.
+    add("fragmentation and libraries", 64 * MIB + reserved // 100)
     return tuple(found)
 
 
-def _replay_within_possible(
-    stream: EventStream,
-    config: AllocatorConfig,
-    capacity: int | None,
-    share: float,
-    fallback: int,
+def _shorter(stream: EventStream) -> EventStream:
+    """With a slightly shorter batch among the others: what it leaves cached is just too small.
+
+    In runs that were measured to take more than equal ones, what they took more is that of a
+    shorter second step; before optimizer state is there (in the first) it may be up to twice that.
+    """
+    steps = 1 + max((event.step for event in stream.events), default=0)
+    return stream.scaled({1 if steps > 2 else 0: 0.97})
+
+
+def _reserved(
+    stream: EventStream, config: AllocatorConfig, most: int | None, *, possible: float = 0.0
 ) -> int:
+    """The peak; cuDNN takes smaller workspaces, and caches are emptied, when there is no room."""
     try:
-        allocator = CachingAllocator(config, capacity=capacity)
-        return replay(stream, allocator, possible=share).peak_reserved
+        return replay(
+            stream, CachingAllocator(config, capacity=most), possible=possible
+        ).peak_reserved
     except SimulatedOutOfMemoryError:
-        # cuDNN takes a kernel with a smaller workspace when there is no room.
-        return max(fallback, capacity or 0)
+        return most or 0
 
 
 def _assumptions(traced: Traced, *, learns: bool, wants_to_learn: bool) -> tuple[str, ...]:
