@@ -193,11 +193,13 @@ class TraceError(FreezekitError, RuntimeError):
 
     Attributes:
         fqn: the module that was running; ``""`` outside of all.
+        assumed: whether stand-ins had been given before for values that only data has.
     """
 
-    def __init__(self, message: str, fqn: str) -> None:
+    def __init__(self, message: str, fqn: str, *, assumed: bool = False) -> None:
         super().__init__(message)
         self.fqn = fqn
+        self.assumed = assumed
 
 
 class SimulatedOutOfMemoryError(FreezekitError, MemoryError):

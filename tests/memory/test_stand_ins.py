@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import library as operators
 from torch import nn
 
 from freezekit import estimate_memory
 from freezekit._memory.shadow import Shadow
-from freezekit._memory.stand_ins import batch_norm, batch_norm_backward, grouped_product
+from freezekit._memory.stand_ins import batch_norm, batch_norm_backward, grouped_product, place
 from freezekit.errors import TraceError
 
 
@@ -38,6 +40,8 @@ SIZED = {
     "unique rows": lambda x: x + x.detach().round().unique(dim=0),
     "unique_consecutive": lambda x: x * x.unique_consecutive().numel(),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(x.shape[0], dtype=torch.long), 0),
+    "bincount": lambda x: x * torch.bincount(x.argmax(-1), minlength=4),
+    "bincount of weights": lambda x: x * torch.bincount(x.argmax(-1), x.detach().sum(-1), 4),
     "where": lambda x: x[torch.where(x[:, 0] > 0)[0]],
 }
 
@@ -74,6 +78,59 @@ def test_values_have_stand_ins(name: str) -> None:
     assert estimate.peak_allocated > 0
 
 
+def test_parts_whose_sizes_are_data_are_even() -> None:
+    """Tokens go to experts as a router says; as many to each is the stand-in, and none is lost."""
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(x.argmax(-1), minlength=4).tolist()
+        return torch.cat([part * 2 for part in x.split(counts)])  # type: ignore[no-untyped-call]
+
+    estimate = estimate_memory(Asking(route), torch.empty(4098, 4, device="meta"))
+    made = [f.nbytes for f in estimate.stream.allocations if f.operation == "aten.mul"]
+    assert made[:4] == [rows * 4 * 4 for rows in (1025, 1025, 1024, 1024)]
+    assert any("4 value(s) that the code reads" in text for text in estimate.assumptions)
+    # A mistake of the code stays one.
+    wrong = Asking(lambda x: torch.cat(torch.split(x, [1, 2])))
+    with pytest.raises(TraceError, match="split_with_sizes expects split_sizes to sum exactly"):
+        estimate_memory(wrong, torch.empty(4098, 4, device="meta"))
+
+
+class Experts(nn.Module):
+    """Each is called by its number, for the tokens that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(4, 4) for number in range(3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.functional.one_hot(self.router(x).argmax(-1), num_classes=3).T
+        out = torch.zeros_like(x)
+        for number in (mask.sum(-1) > 0).nonzero():
+            (rows,) = torch.where(mask[int(number)] > 0)
+            out = out.index_add(0, rows, self.experts[f"expert_{number[0]}"](x[rows]))
+        return out
+
+
+def test_a_loop_over_what_is_not_zero_meets_everything() -> None:
+    """Every expert runs and gets a gradient, called by its number or its number's text."""
+    estimate = estimate_memory(Experts(), torch.zeros(6, 4), steps=2)
+    sizes = [
+        (found.module, found.nbytes)
+        for found in estimate.stream.allocations
+        if found.category == "gradients" and found.step == 0
+    ]
+    assert {module for module, _ in sizes} == {f"experts.expert_{number}" for number in range(3)}
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_places_are_those_of_ones(shape: list[int]) -> None:
+    """What stands in for nonzero's entries is what it gives where nothing is zero."""
+    places = torch.ones(shape).nonzero()
+    found = [place(shape, offset) for offset in range(places.numel())]
+    assert found == places.flatten().tolist()
+
+
 def test_a_constant_keeps_its_value() -> None:
     """What the code made of plain numbers is no guess."""
     estimate = estimate_memory(
@@ -103,6 +160,28 @@ def test_what_cannot_be_traced_runs_for_real() -> None:
         # Without data there is nothing to run.
         with pytest.raises(TraceError, match="the step failed in the model"):
             estimate_memory(model.to("meta"), inputs.to("meta"))
+
+
+def test_what_a_stand_in_breaks_runs_for_real() -> None:
+    """A value that stands in may be one that the code refuses."""
+
+    def choosy(x: torch.Tensor) -> torch.Tensor:
+        if int(x.detach().shape[0] * torch.ones(()).sum() - 4) != 2:
+            raise AssertionError("six rows, please")
+        return x
+
+    model, inputs = Asking(choosy), torch.ones(6, 4)
+    found = estimate_memory(model, inputs)
+    assert "run for real on the CPU: a trace without data fails (six rows, please)" in (
+        found.assumptions
+    )
+    with pytest.raises(TraceError, match=r"AssertionError: six rows, please") as caught:
+        estimate_memory(model, inputs.to("meta"))
+    assert caught.value.assumed
+    # What fails with data, too, is told as it fails then.
+    with pytest.raises(TraceError, match=r"AssertionError: six rows, please") as caught:
+        estimate_memory(model, torch.ones(5, 4))
+    assert not caught.value.assumed
 
 
 @pytest.mark.parametrize(

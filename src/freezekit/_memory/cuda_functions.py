@@ -55,6 +55,9 @@ class CudaFunctions(TorchFunctionMode):
         """Call what CUDA calls."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
+        if func is torch.Tensor.__format__ and args[0].dim() == 0:
+            # f"expert_{index}" is about the value, also for fake tensors.
+            return format(args[0].item(), *args[1:])
         if name in _REENTERED:
             with self:
                 return _unchecked(func)(*args, **kwargs)

@@ -11,7 +11,7 @@ import bisect
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ __all__ = ["Recorder", "tensors_in"]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
+_NONZERO = torch.ops.aten.nonzero.default
+_SPLIT = torch.ops.aten.split_with_sizes.default
 _GROUPED = torch.ops.aten._grouped_mm.default
 _KNOWN = {
     torch.ops.aten.native_batch_norm.default: stand_ins.batch_norm,
@@ -67,6 +69,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Event] = []
         self._live: dict[int, int] = {}
         self._meta_twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Of results of nonzero, by their allocation: the shape that they are places in.
+        self._places: dict[int, Sequence[int]] = {}
         self._closed = False
         self.values_assumed = 0
         self.sizes_assumed = 0
@@ -99,12 +103,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = _name_of(func)
         if self.device_rules is not None:
             self.device_rules.before(self, operation)
+        if _has_plain_meta(args) or (kwargs and _has_plain_meta(kwargs.values())):
+            # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
+            args, kwargs = self._off_meta((args, kwargs))
         if func is _GROUPED and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
             result = stand_ins.grouped_product(args[0], args[1], (*args[2:], None)[0])
             self._note_results(operation, args, result)
             return result
         result = self._run(func, args, kwargs or {})
         self._note_results(operation, args, result)
+        if func is _NONZERO and isinstance(result, FakeTensor):
+            self._places[self._live[result.untyped_storage()._cdata]] = args[0].shape
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,6 +121,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = _KNOWN[func](args)
             if known is not None:
                 return known
+        if func is _SPLIT and self.values_assumed:
+            args = (args[0], stand_ins.split_sizes(*args), *args[2:])
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
@@ -121,12 +132,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise error from None
             self.sizes_assumed += 1
             return result
-        except RuntimeError:
-            # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
-            if not any(_is_plain_meta(tensor) for tensor in tensors_in((args, kwargs))):
-                raise
-            args, kwargs = self._off_meta((args, kwargs))
-            return func(*args, **kwargs)
 
     def _off_meta(self, value: Any) -> Any:
         """Fake twins on the CPU for tensors on the meta device, always the same for the same."""
@@ -161,6 +166,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value: bool | int | float = tensor.constant.item()
                 return value
         self.values_assumed += 1
+        allocation = self._find(tensor)
+        if allocation in self._places:
+            return stand_ins.place(self._places[allocation], int(tensor.storage_offset()))
         return stand_ins.value(tensor.dtype)
 
     def note(
@@ -299,6 +307,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was seen; what is freed from now on (the model itself) is not part of it."""
         self._closed = True
         return EventStream(tuple(self._allocations), tuple(self._events))
+
+
+def _has_plain_meta(values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            continue
+        if kind in (tuple, list):
+            if _has_plain_meta(value):
+                return True
+        elif isinstance(value, torch.Tensor) and _is_plain_meta(value):
+            return True
+    return False
 
 
 def _is_plain_meta(tensor: torch.Tensor) -> bool:

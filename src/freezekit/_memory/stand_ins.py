@@ -6,12 +6,21 @@ skip. Sizes: a result is taken as large as it can be, which is what memory has t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-__all__ = ["batch_norm", "batch_norm_backward", "grouped_product", "sized", "value"]
+__all__ = [
+    "batch_norm",
+    "batch_norm_backward",
+    "grouped_product",
+    "place",
+    "sized",
+    "split_sizes",
+    "value",
+]
 
 
 def value(dtype: torch.dtype) -> bool | int | float:
@@ -21,6 +30,15 @@ def value(dtype: torch.dtype) -> bool | int | float:
     return 1.0 if dtype.is_floating_point else 1
 
 
+def place(shape: Sequence[int], offset: int) -> int:
+    """An entry of ``nonzero`` where nothing is zero: a coordinate of the elements in order.
+
+    So a loop over the experts that have tokens meets each of them.
+    """
+    element, dim = divmod(offset, len(shape))
+    return element // prod(shape[dim + 1 :]) % shape[dim]
+
+
 def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest result that an operator with a data-dependent size can have.
 
@@ -28,6 +46,15 @@ def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         KeyError: an operator that is not known here.
     """
     return _SIZED[str(operator.overloadpacket)](operator, args, kwargs)
+
+
+def split_sizes(source: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[int]:
+    """Even sizes if the given ones, told by data, do not add up: as many tokens to each expert."""
+    total = source.shape[dim]
+    if sum(sizes) == total:
+        return sizes
+    size, rest = divmod(total, len(sizes))
+    return [size + (part < rest) for part in range(len(sizes))]
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -115,7 +142,20 @@ def _repeat_interleave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return repeats.new_empty(repeats.numel() if size is None else size, dtype=torch.long)
 
 
+def _bincount(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """As many bins as asked for: more would have been an oversight of the code."""
+    source, *rest = args
+    weights = kwargs.get("weights", rest[0] if rest else None)
+    bins = kwargs.get("minlength", rest[1] if len(rest) > 1 else 0) or source.numel()
+    dtype = torch.long
+    if weights is not None:
+        dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
+    counts: torch.Tensor = source.new_empty(bins, dtype=dtype)
+    return counts
+
+
 _SIZED: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    "aten.bincount": _bincount,
     "aten.nonzero": _nonzero,
     "aten.masked_select": _masked_select,
     "aten.index": _index,

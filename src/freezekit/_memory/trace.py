@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.distributions import Distribution
@@ -99,7 +100,8 @@ def _attempt(
         )
     except TraceError as error:
         tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-        if not isinstance(error.__cause__, _NEEDS_DATA) or any(t.is_meta for t in tensors):
+        may_need_data = error.assumed or isinstance(error.__cause__, _NEEDS_DATA)
+        if not may_need_data or any(t.is_meta for t in tensors):
             raise
         reason = str(error.__cause__).split("\n")[0] or type(error.__cause__).__name__
     traced = _in_first_way(
@@ -168,7 +170,13 @@ def _trace_fake(
     functions = CudaFunctions(settings[0])
     recorder = Recorder(CudaRules(*settings))
     # The random state is saved outside the mode, or it would be a fake one.
-    with _failures(recorder), torch.random.fork_rng(devices=()), shadow.mode, functions:
+    with (
+        _failures(recorder),
+        _conversions(),
+        torch.random.fork_rng(devices=()),
+        shadow.mode,
+        functions,
+    ):
         stream = way(recorder, twin, twin_inputs, plan, after_forward=functions.autocast.clear)
     if stream is None:
         return None
@@ -212,10 +220,32 @@ def _failures(recorder: Recorder) -> Iterator[None]:
             f"the step failed in {fqn or 'the model'} ({recorder.last_phase}): "
             f"{type(error).__name__}: {error}",
             fqn,
+            assumed=recorder.values_assumed + recorder.sizes_assumed > 0,
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
         Distribution.set_default_validate_args(value=validates)
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """``module.to(dtype)`` in a forward gives fake parameters new data, as it gives real ones.
+
+    torch swaps fake parameters as a whole, which fails for those that are in use.
+    """
+    swap = torch.utils.swap_tensors
+
+    def swap_data(first: torch.Tensor, second: torch.Tensor) -> None:
+        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
+            first.data = second.data
+        else:
+            swap(first, second)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = swap_data
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
