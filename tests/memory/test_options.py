@@ -397,6 +397,13 @@ def _state(model: nn.Module, inputs: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def test_a_failure_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the error that is raised, not by a traceback in the log as well."""
+    with pytest.raises(TraceError, match="the step failed in 0"):
+        estimate_memory(mlp(), batch(width=3))
+    assert not caplog.records
+
+
 def test_targets_without_data_beside_the_model() -> None:
     """A loss may hold labels on the meta device, as the inputs may be."""
     labels = torch.empty(64, dtype=torch.long, device="meta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -39,9 +40,9 @@ SIZED = {
     "unique with inverse": lambda x: x * x.round().unique(return_inverse=True)[1],
     "unique rows": lambda x: x + x.detach().round().unique(dim=0),
     "unique_consecutive": lambda x: x * x.unique_consecutive().numel(),
-    "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(x.shape[0], dtype=torch.long), 0),
-    "bincount": lambda x: x * torch.bincount(x.argmax(-1), minlength=4),
-    "bincount of weights": lambda x: x * torch.bincount(x.argmax(-1), x.detach().sum(-1), 4),
+    "repeat_interleave": lambda x: x.repeat_interleave(x[:, 0].long(), 0),
+    "bincount": lambda x: x * torch.bincount(x.argmax(-1)).sum(),
+    "bincount of weights": lambda x: x * torch.bincount(x.argmax(-1), x.detach().sum(-1)).sum(),
     "where": lambda x: x[torch.where(x[:, 0] > 0)[0]],
 }
 
@@ -63,26 +64,36 @@ def test_a_mask_selects_everything() -> None:
     assert selected == [4096 * 4 * 4]
 
 
+def _refuse(why: str) -> torch.Tensor:
+    raise ValueError(why)
+
+
 VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "item": lambda x: x * x.max().item(),
     "if": lambda x: x if not (x > 0).all() else x.new_empty(()).expand(0),
-    "int": lambda x: x[: int(x.shape[0] * torch.ones(()).item())],
+    "int": lambda x: x[: 5 + int(x.detach().flatten().argmax())],
+    "equal": lambda x: x if not torch.equal(x, x.flip(0)) else x.new_empty(()).expand(0),
+    "all": lambda x: x if (x < 9).all() else _refuse("no!"),
+    "numpy": lambda x: x * float(x.detach().numpy().sum()),
+    "asarray": lambda x: x * np.asarray(x.detach()).shape[0],
+    "text": lambda x: x * len(f"{x.detach().sum():.2f}"),
     "tolist": lambda x: x * x.flatten()[:1].tolist()[0],
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_have_stand_ins(name: str) -> None:
-    """``.item()``, ``if tensor`` and ``tolist`` go on."""
-    estimate = estimate_memory(Asking(VALUES[name]), torch.ones(6, 4))
+    """``.item()``, ``if tensor``, ``tolist`` and NumPy go on, without a real run."""
+    estimate = estimate_memory(Asking(VALUES[name]), torch.empty(6, 4, device="meta"))
     assert estimate.peak_allocated > 0
+    assert any("reads from tensors" in text for text in estimate.assumptions)
 
 
 def test_parts_whose_sizes_are_data_are_even() -> None:
     """Tokens go to experts as a router says; as many to each is the stand-in, and none is lost."""
 
     def route(x: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(x.argmax(-1), minlength=4).tolist()
+        counts = torch.bincount(x.argmax(-1), minlength=4).tolist()  # (as many bins as asked for)
         return torch.cat([part * 2 for part in x.split(counts)])  # type: ignore[no-untyped-call]
 
     estimate = estimate_memory(Asking(route), torch.empty(4098, 4, device="meta"))
@@ -166,20 +177,20 @@ def test_what_a_stand_in_breaks_runs_for_real() -> None:
     """A value that stands in may be one that the code refuses."""
 
     def choosy(x: torch.Tensor) -> torch.Tensor:
-        if int(x.detach().shape[0] * torch.ones(()).sum() - 4) != 2:
-            raise AssertionError("six rows, please")
+        if int(x.detach().isfinite().sum()) != 24:
+            raise AssertionError("six rows of four, please")
         return x
 
     model, inputs = Asking(choosy), torch.ones(6, 4)
     found = estimate_memory(model, inputs)
-    assert "run for real on the CPU: a trace without data fails (six rows, please)" in (
+    assert "run for real on the CPU: a trace without data fails (six rows of four, please)" in (
         found.assumptions
     )
-    with pytest.raises(TraceError, match=r"AssertionError: six rows, please") as caught:
+    with pytest.raises(TraceError, match="AssertionError: six rows of four, please") as caught:
         estimate_memory(model, inputs.to("meta"))
     assert caught.value.assumed
     # What fails with data, too, is told as it fails then.
-    with pytest.raises(TraceError, match=r"AssertionError: six rows, please") as caught:
+    with pytest.raises(TraceError, match="AssertionError: six rows of four, please") as caught:
         estimate_memory(model, torch.ones(5, 4))
     assert not caught.value.assumed
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +22,8 @@ __all__ = ["CudaFunctions", "attention_backend"]
 
 Capability = tuple[int, int]
 
+# Methods that give a tensor's data to code outside of torch.
+_DATA = frozenset({"__format__", "__array__", "numpy"})
 # Python functions whose body calls functions that are replaced. The backward pass does: it runs
 # checkpointed forwards again.
 _REENTERED = frozenset({"backward", "multi_head_attention_forward", "gumbel_softmax"})
@@ -32,11 +35,19 @@ class CudaFunctions(TorchFunctionMode):
     Args:
         capability: the GPU's compute capability.
         real: the tensors hold data; operators that only CUDA has are left as they are.
+        array_of: gives NumPy's array for a fake tensor, to code that goes on with NumPy.
     """
 
-    def __init__(self, capability: Capability = (8, 0), *, real: bool = False) -> None:
+    def __init__(
+        self,
+        capability: Capability = (8, 0),
+        *,
+        real: bool = False,
+        array_of: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         super().__init__()
         self._capability = capability
+        self._array_of = array_of
         self.autocast = CudaAutocast()
         self.notes: set[str] = set()
         self._rules: dict[str, Callable[..., Any]] = {"dropout": fused_dropout}
@@ -55,9 +66,8 @@ class CudaFunctions(TorchFunctionMode):
         """Call what CUDA calls."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if func is torch.Tensor.__format__ and args[0].dim() == 0:
-            # f"expert_{index}" is about the value, also for fake tensors.
-            return format(args[0].item(), *args[1:])
+        if name in _DATA and self._array_of is not None and isinstance(args[0], FakeTensor):
+            return self._data(name, *args, **kwargs)
         if name in _REENTERED:
             with self:
                 return _unchecked(func)(*args, **kwargs)
@@ -66,6 +76,15 @@ class CudaFunctions(TorchFunctionMode):
         if self.autocast.active:
             return self.autocast.call(call, name, args, kwargs)
         return call(*args, **kwargs)
+
+    def _data(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Data of a fake tensor, outside of torch."""
+        assert self._array_of is not None
+        if name == "__format__":
+            # f"expert_{index}" is about the value.
+            return format(tensor.item() if tensor.dim() == 0 else repr(tensor), *args)
+        array = self._array_of(tensor)
+        return array if name == "numpy" else array.__array__(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fused_attention(self._capability, *args, **kwargs)

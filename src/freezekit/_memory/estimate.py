@@ -66,12 +66,14 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
     device, also on meta). What operators allocate is replayed through a simulation of the CUDA
     caching allocator. Gradient checkpointing, the dtype, frozen parameters, the attention
     implementation and adapters are the model's own. Code that asks for values or for sizes that
-    depend on them gets stand-ins; where that fails the model runs for real on the CPU.
+    depend on them gets stand-ins, unless they follow of whole numbers (ids, masks) that are given
+    with data; where that fails the model runs for real on the CPU.
 
     Args:
         model: any ``nn.Module``; its flags and modes are taken as they are.
         inputs: what its forward gets: a tensor, a tuple of positional or a mapping of keyword
-            arguments. Only shapes and dtypes count, so tensors may be on the meta device.
+            arguments. Shapes and dtypes count, so tensors may be on the meta device; ids are better
+            given with data where the forward looks for some, such as an image's tokens.
         loss: makes the loss from the output; by default its ``.loss``, else a sum.
         optimizer: a name (``"adamw"``, ``"sgd_momentum"``, ``"adamw_fused"``, ...), a function
             from parameters to an optimizer, an optimizer over the model's parameters (its state

@@ -21,13 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from freezekit._memory import stand_ins
 from freezekit._memory.events import Allocation, Category, Event, EventStream, Phase
+from freezekit._memory.known import UNKNOWN, KnownValues
 
 __all__ = ["Recorder", "tensors_in"]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
 _NONZERO = torch.ops.aten.nonzero.default
 _SPLIT = torch.ops.aten.split_with_sizes.default
+_IS_ALL = "_freezekit_is_all"
 _GROUPED = torch.ops.aten._grouped_mm.default
 _KNOWN = {
     torch.ops.aten.native_batch_norm.default: stand_ins.batch_norm,
@@ -60,9 +63,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     backward pass it follows from the autograd node's sequence number.
     """
 
-    def __init__(self, device_rules: DeviceRules | None = None) -> None:
+    def __init__(
+        self,
+        device_rules: DeviceRules | None = None,
+        known: KnownValues | None = None,
+        *,
+        checks_hold: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_rules = device_rules
+        self.known = known
+        # Whether all() of something unknown is true.
+        self.checks_hold = checks_hold
         self.phase: Phase = "setup"
         self.step = -1
         self._allocations: list[Allocation] = []
@@ -112,6 +124,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         result = self._run(func, args, kwargs or {})
         self._note_results(operation, args, result)
+        if self.known is not None:
+            self.known.follow(func, args, kwargs or {}, result)
+        if operation == "aten.all" and isinstance(result, FakeTensor):
+            setattr(result, _IS_ALL, True)
         if func is _NONZERO and isinstance(result, FakeTensor):
             self._places[self._live[result.untyped_storage()._cdata]] = args[0].shape
         return result
@@ -121,17 +137,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = _KNOWN[func](args)
             if known is not None:
                 return known
+        if func is _EQUAL and isinstance(args[0], FakeTensor):
+            return self._are_equal(*args)
         if func is _SPLIT and self.values_assumed:
             args = (args[0], stand_ins.split_sizes(*args), *args[2:])
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
+            found = None if self.known is None else self.known.sized(func, args, kwargs)
+            if found is not None:
+                return found
             try:
-                result = stand_ins.sized(func, args, kwargs)
+                return stand_ins.sized(func, args, kwargs, self._count)
             except KeyError:
                 raise error from None
+
+    def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        """Of tensors whose values are not known: not, if they are two."""
+        known = UNKNOWN if self.known is None else self.known.run(_EQUAL, (first, second), {})
+        if known is not UNKNOWN:
+            return bool(known)
+        if first is not second and first.shape == second.shape:
+            self.values_assumed += 1
+        return first is second
+
+    def _count(self, mask: torch.Tensor) -> int:
+        """How many elements a mask selects: those that are known to be, or all."""
+        known = None if self.known is None else self.known.count(mask)
+        if known is None:
             self.sizes_assumed += 1
-            return result
+            return mask.numel()
+        return known
 
     def _off_meta(self, value: Any) -> Any:
         """Fake twins on the CPU for tensors on the meta device, always the same for the same."""
@@ -160,16 +196,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rules.after(self, operation, args, result)
 
     def _value_of(self, tensor: FakeTensor) -> bool | int | float:
-        """The value of a constant; for others a stand-in."""
-        if tensor.constant is not None:
-            with torch._C._DisableTorchDispatch():
-                value: bool | int | float = tensor.constant.item()
-                return value
+        """The value if it is known; for others a stand-in."""
+        known = None if self.known is None else self.known.value(tensor)
+        if known is not None:
+            return known
         self.values_assumed += 1
         allocation = self._find(tensor)
         if allocation in self._places:
             return stand_ins.place(self._places[allocation], int(tensor.storage_offset()))
+        if self.checks_hold and hasattr(tensor, _IS_ALL):
+            return True
         return stand_ins.value(tensor.dtype)
+
+    def array_of(self, tensor: torch.Tensor) -> Any:
+        """NumPy's array of a tensor's values if they are known; of zeros if not."""
+        values = None if self.known is None else self.known.of(tensor)
+        if values is None:
+            self.values_assumed += 1
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            if values is None:
+                values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return values.numpy()
 
     def note(
         self,

@@ -16,6 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from freezekit._memory.known import KnownValues
+
 __all__ = ["Shadow"]
 
 T = TypeVar("T")
@@ -33,6 +35,7 @@ class Shadow:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known = KnownValues()
         self._storages: dict[int, torch.Tensor] = {}
         self._memo: dict[int, Any] = {}
         # Whatever is a key by its identity must live as long as the key.
@@ -74,6 +77,7 @@ class Shadow:
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 twin.requires_grad_()
+        self.known.tell(twin, tensor)
         self._memo[id(tensor)] = twin
         self._originals.append(tensor)
         return twin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,6 +21,8 @@ __all__ = [
     "split_sizes",
     "value",
 ]
+
+Count: TypeAlias = Callable[[torch.Tensor], int]
 
 
 def value(dtype: torch.dtype) -> bool | int | float:
@@ -39,13 +41,19 @@ def place(shape: Sequence[int], offset: int) -> int:
     return element // prod(shape[dim + 1 :]) % shape[dim]
 
 
-def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def sized(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Count) -> Any:
     """The largest result that an operator with a data-dependent size can have.
+
+    Args:
+        operator: an overload.
+        args: of its call.
+        kwargs: likewise.
+        count: how many of a tensor's elements are taken.
 
     Raises:
         KeyError: an operator that is not known here.
     """
-    return _SIZED[str(operator.overloadpacket)](operator, args, kwargs)
+    return _SIZED[str(operator.overloadpacket)](operator, args, kwargs, count)
 
 
 def split_sizes(source: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[int]:
@@ -94,59 +102,69 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.dim() > 1
 
 
-def _nonzero(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+def _nonzero(_: Any, args: tuple[Any, ...], __: dict[str, Any], count: Count) -> torch.Tensor:
     source: torch.Tensor = args[0]
-    return source.new_empty((source.numel(), source.dim()), dtype=torch.long)
+    return source.new_empty((count(source), source.dim()), dtype=torch.long)
 
 
-def _masked_select(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+def _masked_select(_: Any, args: tuple[Any, ...], __: dict[str, Any], count: Count) -> torch.Tensor:
     source, mask = args[:2]
     shape = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = source.new_empty(shape.numel())
+    taken = count(mask) * shape.numel() // max(1, mask.numel())
+    result: torch.Tensor = source.new_empty(taken)
     return result
 
 
-def _index(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A boolean mask selects everything: one index tensor for each of its dimensions."""
+def _index(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Count) -> Any:
+    """Of a boolean mask one index tensor for each of its dimensions."""
     source, indices, *rest = args
     places: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            places += [index.new_empty(index.numel(), dtype=torch.long) for _ in index.shape]
+            taken = count(index)
+            places += [index.new_empty(taken, dtype=torch.long) for _ in index.shape]
         else:
             places.append(index)
     return operator(source, places, *rest, **kwargs)
 
 
-def _unique(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _unique(
+    _: Any, args: tuple[Any, ...], __: dict[str, Any], count: Count
+) -> tuple[torch.Tensor, ...]:
     source: torch.Tensor = args[0]
-    count = source.numel()
+    size = count(source)
     inverse = source.new_empty(source.shape, dtype=torch.long)
-    return source.new_empty(count), inverse, source.new_empty(count, dtype=torch.long)
+    return source.new_empty(size), inverse, source.new_empty(size, dtype=torch.long)
 
 
-def _unique_pair(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _unique(operator, args, kwargs)[:2]
+def _unique_pair(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Count
+) -> tuple[torch.Tensor, ...]:
+    return _unique(operator, args, kwargs, count)[:2]
 
 
-def _unique_dim(_: Any, args: tuple[Any, ...], __: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _unique_dim(
+    _: Any, args: tuple[Any, ...], __: dict[str, Any], count: Count
+) -> tuple[torch.Tensor, ...]:
     source, dim = args[:2]
-    count = source.shape[dim]
-    places = source.new_empty(count, dtype=torch.long)
+    count(source)
+    places = source.new_empty(source.shape[dim], dtype=torch.long)
     return torch.empty_like(source), places, torch.empty_like(places)
 
 
-def _repeat_interleave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _repeat_interleave(
+    _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Count
+) -> torch.Tensor:
     repeats: torch.Tensor = args[0]
     size = kwargs.get("output_size")
-    return repeats.new_empty(repeats.numel() if size is None else size, dtype=torch.long)
+    return repeats.new_empty(count(repeats) if size is None else size, dtype=torch.long)
 
 
-def _bincount(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _bincount(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Count) -> torch.Tensor:
     """As many bins as asked for: more would have been an oversight of the code."""
     source, *rest = args
     weights = kwargs.get("weights", rest[0] if rest else None)
-    bins = kwargs.get("minlength", rest[1] if len(rest) > 1 else 0) or source.numel()
+    bins = kwargs.get("minlength", rest[1] if len(rest) > 1 else 0) or count(source)
     dtype = torch.long
     if weights is not None:
         dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
@@ -154,7 +172,7 @@ def _bincount(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
     return counts
 
 
-_SIZED: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+_SIZED: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any], Count], Any]] = {
     "aten.bincount": _bincount,
     "aten.nonzero": _nonzero,
     "aten.masked_select": _masked_select,

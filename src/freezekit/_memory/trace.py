@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -94,16 +95,27 @@ def _attempt(
     settings: tuple[Capability, tuple[int, int]],
     frozen: frozenset[str],
 ) -> Traced:
-    try:
+    def fake(*, checks_hold: bool) -> Traced:
         return _in_first_way(
-            plan, lambda way: _trace_fake(way, model, inputs, plan, optimizer, settings, frozen)
+            plan,
+            lambda way: _trace_fake(
+                way, model, inputs, plan, optimizer, settings, frozen, checks_hold=checks_hold
+            ),
         )
+
+    try:
+        return fake(checks_hold=False)
     except TraceError as error:
-        tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-        may_need_data = error.assumed or isinstance(error.__cause__, _NEEDS_DATA)
-        if not may_need_data or any(t.is_meta for t in tensors):
-            raise
-        reason = str(error.__cause__).split("\n")[0] or type(error.__cause__).__name__
+        failure = error
+    if failure.assumed:
+        # What failed may be a check: if not (boxes >= 0).all(): raise ...
+        with suppress(TraceError):
+            return fake(checks_hold=True)
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    may_need_data = failure.assumed or isinstance(failure.__cause__, _NEEDS_DATA)
+    if not may_need_data or any(tensor.is_meta for tensor in tensors):
+        raise failure
+    reason = str(failure.__cause__).split("\n")[0] or type(failure.__cause__).__name__
     traced = _in_first_way(
         plan, lambda way: _trace_real(way, model, inputs, plan, settings, frozen)
     )
@@ -160,6 +172,8 @@ def _trace_fake(
     optimizer: Optimizer | None,
     settings: tuple[Capability, tuple[int, int]],
     frozen: frozenset[str],
+    *,
+    checks_hold: bool,
 ) -> Traced | None:
     shadow = Shadow()
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
@@ -167,12 +181,13 @@ def _trace_fake(
     if optimizer is not None:
         twin_optimizer = as_on_cuda(shadow.copy(optimizer))
         plan = replace(plan, optimizer=lambda _: twin_optimizer)
-    functions = CudaFunctions(settings[0])
-    recorder = Recorder(CudaRules(*settings))
+    recorder = Recorder(CudaRules(*settings), shadow.known, checks_hold=checks_hold)
+    functions = CudaFunctions(settings[0], array_of=recorder.array_of)
     # The random state is saved outside the mode, or it would be a fake one.
     with (
         _failures(recorder),
         _conversions(),
+        _without_log(),
         torch.random.fork_rng(devices=()),
         shadow.mode,
         functions,
@@ -248,11 +263,26 @@ def _conversions() -> Iterator[None]:
         torch.utils.swap_tensors = swap
 
 
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Fake mode logs the traceback of what fails, which the TraceError tells, or no one needs."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
+
+
 def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
     found = sorted(functions.notes)
+    if recorder.checks_hold:
+        found.append("what the code asks of all elements is taken to be true: else it fails")
     if recorder.values_assumed:
         found.append(
-            f"{recorder.values_assumed} value(s) that the code reads from tensors: False, or 1"
+            f"{recorder.values_assumed} value(s) that the code reads from tensors: "
+            "False, 1, or an array of 0"
         )
     if recorder.sizes_assumed:
         found.append(
