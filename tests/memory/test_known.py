@@ -112,8 +112,12 @@ def test_a_known_mask_selects_what_it_does() -> None:
     assert set(taken) == {3 * 8 * 4}
     assert not assumed(estimate)
     # Ids without data take all.
-    with pytest.raises(TraceError, match="image tokens and features differ in number"):
+    with pytest.raises(TraceError, match="image tokens and features differ in number") as caught:
         estimate_memory(Merging(), {"ids": ids.to("meta"), "image": image})
+    assert (
+        "give inputs that are whole numbers (ids, masks) with their data"
+        in (caught.value.__notes__[0])
+    )
 
 
 @pytest.mark.parametrize(

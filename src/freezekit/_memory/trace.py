@@ -113,7 +113,13 @@ def _attempt(
             return fake(checks_hold=True)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     may_need_data = failure.assumed or isinstance(failure.__cause__, _NEEDS_DATA)
-    if not may_need_data or any(tensor.is_meta for tensor in tensors):
+    on_meta = any(tensor.is_meta for tensor in tensors)
+    if may_need_data and on_meta:
+        failure.add_note(
+            "code that asks for data had been given stand-ins before: give inputs that are whole "
+            "numbers (ids, masks) with their data instead of on meta"
+        )
+    if on_meta or not may_need_data:
         raise failure
     reason = str(failure.__cause__).split("\n")[0] or type(failure.__cause__).__name__
     traced = _in_first_way(
