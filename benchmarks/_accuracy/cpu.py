@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import freezekit
+from freezekit._memory.as_real import as_real
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_steps
@@ -74,9 +75,9 @@ def compare(name: str, case: Case) -> Comparison:
     shadow = Shadow()
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
     failed = ""
-    recorder = Recorder()
+    recorder = Recorder(known=shadow.known)
     try:
-        with shadow.mode:
+        with as_real(shadow.known), shadow.mode:
             fake = run_steps(recorder, twin, twin_inputs, case.steps)
     except RuntimeError as error:
         fake = recorder.close()
@@ -104,6 +105,18 @@ def compare(name: str, case: Case) -> Comparison:
 def _tokens(vocabulary: int = 96) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, IDS)
     return {"input_ids": ids, "labels": ids}
+
+
+def _masked(make: Callable[[], tuple[nn.Module, Any]], padded: int) -> Callable[..., Any]:
+    """The same with an attention mask, and so many places of the last row padded."""
+
+    def made() -> tuple[nn.Module, Any]:
+        model, inputs = make()
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[-1, mask.shape[1] - padded :] = 0
+        return model, {**inputs, "attention_mask": mask}
+
+    return made
 
 
 def _mlp() -> tuple[nn.Module, Any]:
@@ -216,6 +229,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield "GPT-2", Case(_causal("GPT2", n_embd=32, n_layer=2, n_head=4, vocab_size=96))
     yield "T5", Case(_causal("T5", **_T5, decoder_start_token_id=0))
     yield "Llama, grouped heads", Case(_causal("Llama", **_GROUPED))
+    yield "Llama, nothing padded", Case(_masked(_causal("Llama", **_GROUPED), 0))
+    yield "Llama, padded", Case(_masked(_causal("Llama", **_GROUPED), 3))
     yield "Mixtral, experts", Case(_causal("Mixtral", **_EXPERTS))
     yield "ViT", Case(_vit)
     yield "GRU", Case(_recurrent(nn.GRU))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freezekit import estimate_memory, freeze
+from freezekit._memory.as_real import as_real
 from freezekit._memory.events import Allocation, Event, EventStream
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.replay import replay
@@ -82,8 +83,8 @@ def fake_run(model: nn.Module, inputs: Any, steps: Steps) -> EventStream:
     """What a fake trace records, without any device's rules."""
     shadow = Shadow()
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
-    with shadow.mode:
-        return run_steps(Recorder(), twin, twin_inputs, steps)
+    with as_real(shadow.known), shadow.mode:
+        return run_steps(Recorder(known=shadow.known), twin, twin_inputs, steps)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,24 @@ def test_a_fake_trace_is_a_real_run(
     assert fake.peak_bytes() == real.peak_bytes() > 0
     assert [a[:2] for a in fake.allocations] == [a[:2] for a in real.allocations]
     assert {a.module for a in fake.allocations} == {a.module for a in real.allocations}
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+def test_masks_are_kept_where_something_is_padded(padded: int) -> None:
+    """As for real: a mask of ones is left out, also a fake one whose values are known."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    ids, mask = torch.randint(0, 96, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[-1, 12 - padded :] = 0
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    steps = Steps(count=2, optimizer=sgd)
+    fake = fake_run(model, inputs, steps)
+    real = run_steps(Recorder(), copy.deepcopy(model), copy.deepcopy(inputs), steps)
+    assert fake.boundaries() == real.boundaries()
+    assert fake.peak_bytes() == real.peak_bytes()
 
 
 def test_categories_are_what_tensors_are_for() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -14,13 +13,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from freezekit._collector import collector_of_new_objects
+from freezekit._memory.as_real import as_real
 from freezekit._memory.cuda_functions import CudaFunctions
 from freezekit._memory.cuda_rules import Capability, CudaRules
 from freezekit._memory.events import EventStream
@@ -192,8 +191,7 @@ def _trace_fake(
     # The random state is saved outside the mode, or it would be a fake one.
     with (
         _failures(recorder),
-        _conversions(),
-        _without_log(),
+        as_real(shadow.known),
         torch.random.fork_rng(devices=()),
         shadow.mode,
         functions,
@@ -246,39 +244,6 @@ def _failures(recorder: Recorder) -> Iterator[None]:
     finally:
         torch.set_default_dtype(default_dtype)
         Distribution.set_default_validate_args(value=validates)
-
-
-@contextmanager
-def _conversions() -> Iterator[None]:
-    """``module.to(dtype)`` in a forward gives fake parameters new data, as it gives real ones.
-
-    torch swaps fake parameters as a whole, which fails for those that are in use.
-    """
-    swap = torch.utils.swap_tensors
-
-    def swap_data(first: torch.Tensor, second: torch.Tensor) -> None:
-        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
-            first.data = second.data
-        else:
-            swap(first, second)  # type: ignore[no-untyped-call]
-
-    torch.utils.swap_tensors = swap_data
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
-
-
-@contextmanager
-def _without_log() -> Iterator[None]:
-    """Fake mode logs the traceback of what fails, which the TraceError tells, or no one needs."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = disabled
 
 
 def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
