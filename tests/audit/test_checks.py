@@ -193,6 +193,50 @@ def test_a_models_own_attributes_are_warned_about_only_if_all_disagrees() -> Non
     assert "FK106" not in codes(fk.audit(model))
 
 
+def test_an_attribute_that_its_class_goes_by_is_no_near_miss() -> None:
+    """It does something: here a graph is kept of a part that is frozen, until it says so too."""
+    from transformers import HubertConfig, HubertForCTC
+
+    config = HubertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        conv_dim=(8, 8),
+        conv_kernel=(10, 3),
+        conv_stride=(5, 2),
+        num_feat_extract_layers=2,
+        num_conv_pos_embedding_groups=2,
+        vocab_size=8,
+    )
+    model = HubertForCTC(config)
+    fk.freeze(model, "hubert.feature_extractor")
+    finding = find(fk.audit(model), "FK106")
+    assert finding.severity == "warning"
+    assert "which the code of its class goes by; parameters in it are frozen" in finding.cause
+    assert "set _requires_grad = False on hubert.feature_extractor" in finding.mend
+    sound = torch.zeros(1, 800)
+    assert model.hubert.feature_extractor(sound).requires_grad
+    model.hubert.feature_extractor._requires_grad = False
+    assert not model.hubert.feature_extractor(sound).requires_grad
+    assert "FK106" not in codes(fk.audit(model))
+
+
+def test_names_that_models_have_of_their_own_are_no_adapters() -> None:
+    """SAM's prompt encoder is frozen with the rest, on purpose; peft's is not."""
+    model = parts(prompt_encoder=nn.Linear(2, 2), adapter_1=nn.Linear(2, 2), head=nn.Linear(2, 2))
+    freeze_by_hand(model["prompt_encoder"])
+    freeze_by_hand(model["adapter_1"])
+    assert "FK701" not in codes(fk.audit(model))
+    model.peft_config = {}  # type: ignore[assignment]
+    assert find(fk.audit(model), "FK701").fqns == (
+        "prompt_encoder.weight",
+        "prompt_encoder.bias",
+        "adapter_1.weight",
+        "adapter_1.bias",
+    )
+
+
 # -- norms and modes ---------------------------------------------------------------------------
 
 

@@ -15,6 +15,9 @@ from freezekit._format import plural, shorten
 
 __all__ = ["active_adapter_frozen", "no_adapter_learns"]
 
+# What the libraries peft and adapters set on a model that they changed.
+_ADAPTED = frozenset({"peft_config", "adapters_config"})
+
 
 def no_adapter_learns(context: AuditContext) -> Iterator[Finding]:
     """FK701: the model has adapters, and none of their parameters is trainable.
@@ -23,10 +26,11 @@ def no_adapter_learns(context: AuditContext) -> Iterator[Finding]:
     without ``is_trainable=True``; code that switches off what is no adapter never switches on what
     is.
     """
-    found = [
-        index for index, info in enumerate(context.inventory.parameters) if is_adapter(info.fqn)
-    ]
     parameters = context.inventory.parameters
+    adapted = bool(context.modules_with(_ADAPTED.__contains__))
+    found = [
+        index for index, info in enumerate(parameters) if is_adapter(info.fqn, adapted=adapted)
+    ]
     if not found or any(parameters[index].requires_grad for index in found):
         return
     fqns = tuple(parameters[index].fqn for index in found)

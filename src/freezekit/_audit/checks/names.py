@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import dis
 from collections.abc import Iterator
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from freezekit._audit.context import AuditContext
 from freezekit._audit.findings import Finding
@@ -65,7 +69,9 @@ def near_miss_on_module(context: AuditContext) -> Iterator[Finding]:
     A module has no such attribute: it is made anew, without an error.
     ``module.requires_grad_(False)``, with an underscore, is the method. Attributes of a model's own
     that are called ``trainable`` or ``frozen`` and say the opposite of all its parameters are
-    reported too, as a warning.
+    reported too, as a warning. So are those that the module's class goes by: where the feature
+    encoders of Wav2Vec2 and Hubert have ``_requires_grad = True``, they ask for a gradient of what
+    goes in, and a graph is kept of all that is frozen in them.
     """
     inventory = context.inventory
     found: dict[tuple[str, str], list[int]] = {}
@@ -85,16 +91,34 @@ def near_miss_on_module(context: AuditContext) -> Iterator[Finding]:
         fqns = tuple(inventory.modules[index].fqn for index in indices)
         trainable = _meant_by(name, value == "True") is True
         state = "frozen" if trainable else "trainable"
+        classes = {type(inventory.module(index)) for index in indices}
+        read = all(_reads(cls, name) for cls in classes)
         yield Finding(
             code="FK106",
-            severity="warning" if name in _MEANINGS else "error",
-            title=f"{name} of a module does nothing",
+            severity="warning" if read or name in _MEANINGS else "error",
+            title=f"{name} of a module " + ("says otherwise" if read else "does nothing"),
             fqns=fqns,
-            cause=f"{plural(len(fqns), 'module')} with .{name} = {value}, which PyTorch does not "
-            "know; "
-            f"parameters in it are {state}.",
-            mend=_mend(context, fqns, trainable=trainable),
+            cause=f"{plural(len(fqns), 'module')} with .{name} = {value}, which "
+            + ("the code of its class goes by; " if read else "PyTorch does not know; ")
+            + f"parameters in it are {state}.",
+            mend=_mend(context, fqns, trainable=trainable, own=name if read else ""),
         )
+
+
+def _reads(cls: type[nn.Module], name: str) -> bool:
+    """Whether a method of a module's own classes reads an attribute of that name."""
+    methods = (
+        member
+        for base in cls.__mro__
+        if base.__module__ != nn.Module.__module__
+        for member in vars(base).values()
+        if isinstance(member, FunctionType)
+    )
+    return any(
+        instruction.opname.startswith("LOAD_ATTR") and instruction.argval == name
+        for method in methods
+        for instruction in dis.get_instructions(method)
+    )
 
 
 def method_overwritten(context: AuditContext) -> Iterator[Finding]:
@@ -142,7 +166,10 @@ def _meant_by(name: str, value: Any) -> bool | None:
     return None if direction is None else bool(value) == direction
 
 
-def _mend(context: AuditContext, fqns: tuple[str, ...], *, trainable: bool) -> str:
+def _mend(context: AuditContext, fqns: tuple[str, ...], *, trainable: bool, own: str = "") -> str:
+    """``own`` is an attribute that the model's own code goes by."""
     verb = "unfreeze" if trainable else "freeze"
     call = f"freezekit.{verb}(model, {as_argument(context, fqns)})"
+    if own:
+        return f"Make both say the same: set {own} = {not trainable} on {shorten(fqns)}; or {call}."
     return f"Set the flag itself: {call}; or take the attribute away ({shorten(fqns)})."
