@@ -1,12 +1,14 @@
 """How near estimate_memory comes to what was measured.
 
     python benchmarks/memory_accuracy.py cpu
+    python benchmarks/memory_accuracy.py transformers [NAME ...]
     python benchmarks/memory_accuracy.py xmem FILE.csv [--family transformer]
     python benchmarks/memory_accuracy.py timm FILE.csv
     python benchmarks/memory_accuracy.py peft FILE.csv
 
 ``cpu`` runs the same steps on fake and on real tensors and compares live bytes at every boundary
-of a step and at the peak; exit status 1 if a row differs that has no reason why. The others rebuild
+of a step and at the peak; exit status 1 if a row differs that has no reason why. ``transformers``
+does so for a small model of every architecture that the installed release has. The others rebuild
 the runs of a table of measurements and print estimate, measurement and error for each: ``xmem``
 peaks of torchvision and transformers models, ``timm`` the growth with the batch size, ``peft``
 peaks of a Llama of which nearly everything is frozen.
@@ -21,11 +23,16 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 from _accuracy.adapters import (
     Experiment,
@@ -34,7 +41,7 @@ from _accuracy.adapters import (
     fit_length,
     read_experiment,
 )
-from _accuracy.cpu import CASES, compare
+from _accuracy.cpu import CASES, Case, Comparison, compare
 from _accuracy.ranks import spearman
 from _accuracy.vision import estimate_slope, read_slope
 from _accuracy.xmem import Row, build_row, estimate_built, read_row
@@ -70,6 +77,46 @@ def run_cpu() -> int:
     unexplained = [result for result in results if not result.equal and not result.reason]
     console.print(f"{sum(r.equal for r in results)} of {len(results)} equal to the byte")
     return 1 if unexplained else 0
+
+
+def _as_is(made: tuple[nn.Module, Any]) -> tuple[nn.Module, Any]:
+    return made
+
+
+def run_transformers(names: Sequence[str]) -> int:
+    """Compare fake and real runs of small models of all architectures, or of those named."""
+    # (Imports every model's file: only for this command.)
+    from _accuracy.zoo import architectures, make_small
+
+    by_name = {each.name: each for each in reversed([*architectures()])}
+    chosen = [each for each in reversed(by_name.values()) if not names or each.name in names]
+    results: list[Comparison] = []
+    refused: list[str] = []
+    failures: list[str] = []
+    for each in track(chosen, "architectures", console=Console(stderr=True)):
+        torch.manual_seed(0)
+        made = make_small(each)
+        if made is None:
+            refused.append(each.name)
+            continue
+        try:
+            results.append(compare(each.name, Case(partial(_as_is, made))))
+        except Exception as error:  # noqa: BLE001  (in the real run: nothing to compare with)
+            failures.append(f"{each.name}: {type(error).__name__}")
+    for result in results:
+        if not result.equal:
+            off = 100 * (result.fake_peak / result.real_peak - 1)
+            console.print(
+                f"{result.name}: peak {off:+.2f} %, {result.equal_boundaries} of "
+                f"{result.boundaries} boundaries equal ({result.reason or 'NO REASON KNOWN'})",
+                markup=False,
+            )
+    console.print(
+        f"transformers {transformers.__version__}: {sum(r.equal for r in results)} of "
+        f"{len(results)} equal to the byte; {len(refused)} are not made small by the usual names "
+        f"of sizes, {len(failures)} do not run with a plain batch"
+    )
+    return 1 if any(not result.equal and not result.reason for result in results) else 0
 
 
 def run_xmem(path: Path, family: str | None) -> int:
@@ -243,6 +290,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("cpu", help="the fake trace against real runs on the CPU")
+    every = commands.add_parser(
+        "transformers", help="the same for small models of all architectures of transformers"
+    )
+    every.add_argument("names", nargs="*", metavar="NAME", help="such as LlamaForCausalLM")
     xmem = commands.add_parser("xmem", help="a table of peaks measured on GPUs")
     xmem.add_argument("file", type=Path)
     xmem.add_argument("--family", choices=["cnn", "transformer"])
@@ -262,6 +313,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if arguments.command == "cpu":
         return run_cpu()
+    if arguments.command == "transformers":
+        return run_transformers(arguments.names)
     if arguments.command == "timm":
         return run_timm(arguments.file)
     if arguments.command == "peft":

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import transformers
 
+from _accuracy.cpu import Case, compare
 from _accuracy.ranks import spearman
 from _accuracy.vision import MIB, loader_reserved, read_slope
 from _accuracy.xmem import MODELS, build_model, estimate_row, read_row
+from _accuracy.zoo import MOST_PARAMETERS, Architecture, make_small
 
 SAMPLE = Path(__file__).parents[2] / "benchmarks" / "measured_peaks.csv"
 
@@ -135,3 +137,30 @@ def test_a_loader_that_prefetches_holds_three_batches() -> None:
 def test_rank_correlation(pairs: list[tuple[float, float]], expected: float) -> None:
     """Order is all that counts; ties share their places."""
     assert spearman(pairs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("causal_lm", "Gemma2ForCausalLM"),
+        ("causal_lm", "Qwen2MoeForCausalLM"),
+        ("masked_lm", "AlbertForMaskedLM"),
+        ("seq_to_seq_causal_lm", "PegasusForConditionalGeneration"),
+        ("image_classification", "Dinov2ForImageClassification"),
+    ],
+)
+def test_small_models_of_any_architecture_are_traced_to_the_byte(task: str, name: str) -> None:
+    """Built by the usual names of sizes; the command compares all that there are."""
+    model = getattr(transformers, name)
+    made = make_small(Architecture(task, model.config_class, model))
+    assert made is not None
+    assert sum(parameter.numel() for parameter in made[0].parameters()) <= MOST_PARAMETERS
+    result = compare(name, Case(lambda: made))
+    assert result.equal
+    assert result.fake_peak > 0
+
+
+def test_an_architecture_with_other_sizes_is_not_made_small() -> None:
+    """A model that stays large is left out, not run."""
+    blt = Architecture("causal_lm", transformers.BltConfig, transformers.BltForCausalLM)
+    assert make_small(blt) is None
