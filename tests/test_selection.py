@@ -66,6 +66,18 @@ def test_exclude_takes_away() -> None:
     ]
 
 
+def test_many_patterns_are_counted_and_not_all_listed() -> None:
+    """A list of names is in the data; the text shows the first ones."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
+    names = [name for name, _ in model.named_parameters()]
+    few, many = fk.select(model, names[:25]), fk.select(model, names)
+    assert "24.weight" not in str(few)
+    assert f"\n{names[24]} " in str(few)
+    assert "... and 56 more" in str(many)
+    assert len(str(many).splitlines()) < 40
+    assert len(many.matches) == len(many.to_dict()["matches"]) == 80
+
+
 def test_an_exclude_that_takes_nothing_away_is_fine() -> None:
     """Exclude patterns have to match something in the model, not in the selection."""
     assert len(fk.select(Encoder(2), "encoder", exclude="pooler").parameters) == 12

@@ -30,6 +30,10 @@ __all__ = [
 # -- what select() returns ---------------------------------------------------------------------
 
 
+# Patterns that a report lists.
+_SHOWN = 24
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternMatch:
     """What one pattern matched.
@@ -105,19 +109,21 @@ class Selection(Report):
         return (Section((head,), self.match_table()), *self.detail_sections())
 
     def match_table(self) -> Table:
-        """One row per pattern: tensors and parameters."""
-        rows = [("", match) for match in self.matches]
-        rows += [("not ", match) for match in self.excluded]
+        """One row per pattern, up to some number: tensors and parameters."""
+        rows = [(match.pattern, match) for match in self.matches]
+        rows += [(f"not {match.pattern}", match) for match in self.excluded]
+        # Names from a file, say: the report's data has them all.
+        shown, rest = (rows[:_SHOWN], rows[_SHOWN:]) if len(rows) > _SHOWN + 1 else (rows, [])
+        lines = [(name, f"{len(match.parameters):,}", f"{match.numel:,}") for name, match in shown]
+        if rest:
+            lines.append((f"... and {len(rest):,} more", "", ""))
         return Table(
             (
                 Column("pattern", shrink=1),
                 Column("tensors", "right"),
                 Column("parameters", "right"),
             ),
-            tuple(
-                (sign + match.pattern, f"{len(match.parameters):,}", f"{match.numel:,}")
-                for sign, match in rows
-            ),
+            tuple(lines),
             ("selected", f"{len(self.parameters):,}", f"{self.numel:,}"),
         )
 
