@@ -185,11 +185,15 @@ def test_a_shorter_batch_between_others_leaves_what_they_cannot_use() -> None:
 
 
 def test_what_is_safe_stays_within_the_budget_less_the_least_context() -> None:
-    """More cannot be reserved."""
-    roomy = estimate_memory(mlp(), batch(65536))
-    room = roomy.peak_reserved + MIB
-    assert roomy.safe > room
-    assert estimate_memory(mlp(), batch(65536), budget=room + CONTEXT[0]).safe == room
+    """More cannot be reserved; what does not fit has its margins."""
+    inputs = batch(1 << 22)
+    roomy = estimate_memory(mlp(), inputs)
+    tight = estimate_memory(mlp(), inputs, budget=roomy.peak_reserved + CONTEXT[1] + MIB)
+    assert not tight.out_of_memory
+    assert tight.safe == tight.peak_reserved + CONTEXT[1] - CONTEXT[0] + MIB < roomy.safe
+    small = estimate_memory(mlp(), inputs, budget=roomy.peak_reserved // 2)
+    assert small.out_of_memory
+    assert (small.peak_reserved, small.safe) == (roomy.peak_reserved, roomy.safe)
 
 
 # -- the report --------------------------------------------------------------------------------

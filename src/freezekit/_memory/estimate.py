@@ -164,8 +164,9 @@ def _summarize(  # noqa: PLR0913
     stream = traced.stream
     capacity = None if budget is None else max(0, budget - CONTEXT[1])
     replayed, lacks = _replay_within(stream, config, capacity)
-    # The context may be smaller than the simulation has it: then there is more to reserve.
-    most = None if budget is None else max(0, budget - CONTEXT[0])
+    # The context may be smaller than the simulation has it: then there is more to reserve. (What
+    # does not fit is replayed without a bound.)
+    most = None if budget is None or lacks else max(0, budget - CONTEXT[0])
     margins = _margins(stream, config, replayed.peak_reserved, most, lengths)
 
     return MemoryEstimate(
