@@ -86,7 +86,7 @@ def compare(name: str, case: Case) -> Comparison:
     real = run_steps(Recorder(), copy.deepcopy(model), copy.deepcopy(inputs), case.steps)
     end = time.perf_counter()
     reason = failed + case.reason if case.reason else ""
-    if not (reason or failed) and recorder.values_assumed + recorder.sizes_assumed:
+    if not (reason or failed) and recorder.answers.assumed:
         reason = "what data decides was assumed"
     expected, found = real.boundaries(), fake.boundaries()
     return Comparison(

@@ -109,16 +109,17 @@ def test_parts_whose_sizes_are_data_are_even() -> None:
 class Experts(nn.Module):
     """Each is called by its number, for the tokens that it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.bool) -> None:
         super().__init__()
+        self.mask = mask
         self.router = nn.Linear(4, 3)
         self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(4, 4) for number in range(3)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.functional.one_hot(self.router(x).argmax(-1), num_classes=3).T
+        mask = self.mask(nn.functional.one_hot(self.router(x).argmax(-1), num_classes=3).T)
         out = torch.zeros_like(x)
         for number in (mask.sum(-1) > 0).nonzero():
-            (rows,) = torch.where(mask[int(number)] > 0)
+            (rows,) = torch.where(mask[int(number)])
             out = out.index_add(0, rows, self.experts[f"expert_{number[0]}"](x[rows]))
         return out
 
@@ -132,6 +133,22 @@ def test_a_loop_over_what_is_not_zero_meets_everything() -> None:
         if found.category == "gradients" and found.step == 0
     ]
     assert {module for module, _ in sizes} == {f"experts.expert_{number}" for number in range(3)}
+
+
+@pytest.mark.parametrize(
+    "mask", [lambda m: m, torch.Tensor.bool, lambda m: m > 0, lambda m: m.contiguous() == 1]
+)
+def test_tokens_are_shared_evenly_by_experts(
+    mask: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Of a one-hot mask an expert's part selects its share, not every token."""
+    estimate = estimate_memory(Experts(mask), torch.empty(3000, 4, device="meta"), steps=2)
+    taken = [
+        found.nbytes
+        for found in estimate.stream.allocations
+        if found.operation == "aten.nonzero" and found.step == 0
+    ]
+    assert taken == [3 * 8, *[1000 * 8] * 3]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -212,7 +229,9 @@ def test_grouped_products_have_the_shape_of_real_ones(
     offsets = torch.tensor([4, 8, 12 if a != (12, 8) or b != (8, 24) else 8], dtype=torch.int32)
     left, right = torch.zeros(a), torch.zeros(b)
     real = torch._grouped_mm(left, right, offs=offsets if grouped else None)
-    assert grouped_product(left, right, offsets if grouped else None).shape == real.shape
+    product = grouped_product((left, right, offsets if grouped else None))
+    assert product is not None
+    assert product.shape == real.shape
 
 
 def test_experts_in_fp32_are_estimated() -> None:

@@ -226,7 +226,7 @@ def test_values_that_code_asks_for_have_stand_ins() -> None:
     twin, inputs = shadow.copy(Asks()), shadow.inputs(torch.zeros(3, 2))
     with shadow.mode:
         run_steps(recorder, twin, inputs, Steps(count=2))
-    assert recorder.values_assumed == 4
+    assert recorder.answers.values == 4
 
 
 def test_inputs_keep_their_structure() -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from freezekit._memory.answers import Answers
 from freezekit._memory.autocast import CudaAutocast
 from freezekit._memory.cudnn_rnn import RNN_KINDS, cudnn_rnn
 
@@ -22,8 +23,8 @@ __all__ = ["CudaFunctions", "attention_backend"]
 
 Capability = tuple[int, int]
 
-# Methods that give a tensor's data to code outside of torch.
-_DATA = frozenset({"__format__", "__array__", "numpy"})
+# What gives a tensor's data to code outside of torch, or says something of a result's.
+_DATA = frozenset({"__format__", "__array__", "numpy", "one_hot"})
 # Python functions whose body calls functions that are replaced. The backward pass does: it runs
 # checkpointed forwards again.
 _REENTERED = frozenset({"backward", "multi_head_attention_forward", "gumbel_softmax"})
@@ -35,7 +36,7 @@ class CudaFunctions(TorchFunctionMode):
     Args:
         capability: the GPU's compute capability.
         real: the tensors hold data; operators that only CUDA has are left as they are.
-        array_of: gives NumPy's array for a fake tensor, to code that goes on with NumPy.
+        answers: tell what code asks of a fake tensor's data outside of operators.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class CudaFunctions(TorchFunctionMode):
         capability: Capability = (8, 0),
         *,
         real: bool = False,
-        array_of: Callable[[torch.Tensor], Any] | None = None,
+        answers: Answers | None = None,
     ) -> None:
         super().__init__()
         self._capability = capability
-        self._array_of = array_of
+        self._answers = answers
         self.autocast = CudaAutocast()
         self.notes: set[str] = set()
         self._rules: dict[str, Callable[..., Any]] = {"dropout": fused_dropout}
@@ -66,7 +67,7 @@ class CudaFunctions(TorchFunctionMode):
         """Call what CUDA calls."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if name in _DATA and self._array_of is not None and isinstance(args[0], FakeTensor):
+        if self._answers is not None and name in _DATA and isinstance(args[0], FakeTensor):
             return self._data(name, *args, **kwargs)
         if name in _REENTERED:
             with self:
@@ -78,12 +79,16 @@ class CudaFunctions(TorchFunctionMode):
         return call(*args, **kwargs)
 
     def _data(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Data of a fake tensor, outside of torch."""
-        assert self._array_of is not None
+        """Data of a fake tensor, outside of torch; and what is known of it by how it was made."""
+        assert self._answers is not None
+        if name == "one_hot":
+            result = functional.one_hot(tensor, *args, **kwargs)
+            self._answers.note_one_hot(result)
+            return result
         if name == "__format__":
             # f"expert_{index}" is about the value.
             return format(tensor.item() if tensor.dim() == 0 else repr(tensor), *args)
-        array = self._array_of(tensor)
+        array = self._answers.array(tensor)
         return array if name == "numpy" else array.__array__(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:

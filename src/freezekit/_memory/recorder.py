@@ -16,26 +16,17 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from freezekit._memory import stand_ins
+from freezekit._memory.answers import Answers
 from freezekit._memory.events import Allocation, Category, Event, EventStream, Phase
-from freezekit._memory.known import UNKNOWN, KnownValues
+from freezekit._memory.known import KnownValues
 
 __all__ = ["Recorder", "tensors_in"]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
-_EQUAL = torch.ops.aten.equal.default
-_NONZERO = torch.ops.aten.nonzero.default
-_SPLIT = torch.ops.aten.split_with_sizes.default
-_IS_ALL = "_freezekit_is_all"
-_GROUPED = torch.ops.aten._grouped_mm.default
-_KNOWN = {
-    torch.ops.aten.native_batch_norm.default: stand_ins.batch_norm,
-    torch.ops.aten.native_batch_norm_backward.default: stand_ins.batch_norm_backward,
-}
 
 
 @functools.cache
@@ -72,20 +63,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_rules = device_rules
-        self.known = known
-        # Whether all() of something unknown is true.
-        self.checks_hold = checks_hold
+        self.answers = Answers(self._find, known, checks_hold=checks_hold)
         self.phase: Phase = "setup"
         self.step = -1
         self._allocations: list[Allocation] = []
         self._events: list[Event] = []
         self._live: dict[int, int] = {}
         self._meta_twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Of results of nonzero, by their allocation: the shape that they are places in.
-        self._places: dict[int, Sequence[int]] = {}
         self._closed = False
-        self.values_assumed = 0
-        self.sizes_assumed = 0
         self._modules: list[str] = []
         self.failed_module = ""
         self._raised_before = sys.exception()
@@ -111,63 +96,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Asked more often than anything else: the answer without a second dispatch.
             return args[0].fake_device
         if func is _VALUE_OF and isinstance(args[0], FakeTensor):
-            return self._value_of(args[0])
+            return self.answers.value(args[0])
         operation = _name_of(func)
         if self.device_rules is not None:
             self.device_rules.before(self, operation)
         if _has_plain_meta(args) or (kwargs and _has_plain_meta(kwargs.values())):
             # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
             args, kwargs = self._off_meta((args, kwargs))
-        if func is _GROUPED and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
-            result = stand_ins.grouped_product(args[0], args[1], (*args[2:], None)[0])
-            self._note_results(operation, args, result)
-            return result
-        result = self._run(func, args, kwargs or {})
+        result = self.answers.run(func, args, kwargs or {})
         self._note_results(operation, args, result)
-        if self.known is not None:
-            self.known.follow(func, args, kwargs or {}, result)
-        if operation == "aten.all" and isinstance(result, FakeTensor):
-            setattr(result, _IS_ALL, True)
-        if func is _NONZERO and isinstance(result, FakeTensor):
-            self._places[self._live[result.untyped_storage()._cdata]] = args[0].shape
+        self.answers.follow(func, operation, args, kwargs or {}, result)
         return result
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _KNOWN and isinstance(args[0], FakeTensor):
-            known = _KNOWN[func](args)
-            if known is not None:
-                return known
-        if func is _EQUAL and isinstance(args[0], FakeTensor):
-            return self._are_equal(*args)
-        if func is _SPLIT and self.values_assumed:
-            args = (args[0], stand_ins.split_sizes(*args), *args[2:])
-        try:
-            return func(*args, **kwargs)
-        except DynamicOutputShapeException as error:
-            found = None if self.known is None else self.known.sized(func, args, kwargs)
-            if found is not None:
-                return found
-            try:
-                return stand_ins.sized(func, args, kwargs, self._count)
-            except KeyError:
-                raise error from None
-
-    def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Of tensors whose values are not known: not, if they are two."""
-        known = UNKNOWN if self.known is None else self.known.run(_EQUAL, (first, second), {})
-        if known is not UNKNOWN:
-            return bool(known)
-        if first is not second and first.shape == second.shape:
-            self.values_assumed += 1
-        return first is second
-
-    def _count(self, mask: torch.Tensor) -> int:
-        """How many elements a mask selects: those that are known to be, or all."""
-        known = None if self.known is None else self.known.count(mask)
-        if known is None:
-            self.sizes_assumed += 1
-            return mask.numel()
-        return known
 
     def _off_meta(self, value: Any) -> Any:
         """Fake twins on the CPU for tensors on the meta device, always the same for the same."""
@@ -194,29 +133,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.transient(taken, f"{operation} workspace", possible=possible)
         if rules is not None:
             rules.after(self, operation, args, result)
-
-    def _value_of(self, tensor: FakeTensor) -> bool | int | float:
-        """The value if it is known; for others a stand-in."""
-        known = None if self.known is None else self.known.value(tensor)
-        if known is not None:
-            return known
-        self.values_assumed += 1
-        allocation = self._find(tensor)
-        if allocation in self._places:
-            return stand_ins.place(self._places[allocation], int(tensor.storage_offset()))
-        if self.checks_hold and hasattr(tensor, _IS_ALL):
-            return True
-        return stand_ins.value(tensor.dtype)
-
-    def array_of(self, tensor: torch.Tensor) -> Any:
-        """NumPy's array of a tensor's values if they are known; of zeros if not."""
-        values = None if self.known is None else self.known.of(tensor)
-        if values is None:
-            self.values_assumed += 1
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            if values is None:
-                values = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            return values.numpy()
 
     def note(
         self,

@@ -65,16 +65,21 @@ def split_sizes(source: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> Seq
     return [size + (part < rest) for part in range(len(sizes))]
 
 
-def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+def grouped_product(args: tuple[Any, ...]) -> torch.Tensor | None:
     """The result of ``_grouped_mm`` in dtypes that its fake kernel refuses and the real ones take.
 
-    Rows of ``a``, columns of ``b`` or the inner dimension are grouped by ``offsets``.
+    Rows of the first, columns of the second or the inner dimension are grouped by offsets.
     """
+    a, b, offsets = (*args, None)[:3]
+    if a.dtype == torch.bfloat16:
+        return None
     if a.dim() == 2 and b.dim() == 2:
         assert offsets is not None
-        return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+        parts: torch.Tensor = a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
+        return parts
     rows = a.shape[:-1] if a.dim() <= b.dim() else a.shape[1:-1]
-    return a.new_empty((*rows, b.shape[-1]))
+    whole: torch.Tensor = a.new_empty((*rows, b.shape[-1]))
+    return whole
 
 
 # Fake batch norms are decomposed into some 30 operators, which takes 5 ms a layer: a quarter of a

@@ -187,7 +187,7 @@ def _trace_fake(
         twin_optimizer = as_on_cuda(shadow.copy(optimizer))
         plan = replace(plan, optimizer=lambda _: twin_optimizer)
     recorder = Recorder(CudaRules(*settings), shadow.known, checks_hold=checks_hold)
-    functions = CudaFunctions(settings[0], array_of=recorder.array_of)
+    functions = CudaFunctions(settings[0], answers=recorder.answers)
     # The random state is saved outside the mode, or it would be a fake one.
     with (
         _failures(recorder),
@@ -239,7 +239,7 @@ def _failures(recorder: Recorder) -> Iterator[None]:
             f"the step failed in {fqn or 'the model'} ({recorder.last_phase}): "
             f"{type(error).__name__}: {error}",
             fqn,
-            assumed=recorder.values_assumed + recorder.sizes_assumed > 0,
+            assumed=recorder.answers.assumed,
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
@@ -248,16 +248,18 @@ def _failures(recorder: Recorder) -> Iterator[None]:
 
 def _assumed(recorder: Recorder, functions: CudaFunctions) -> tuple[str, ...]:
     found = sorted(functions.notes)
-    if recorder.checks_hold:
+    answers = recorder.answers
+    if answers.checks_hold:
         found.append("what the code asks of all elements is taken to be true: else it fails")
-    if recorder.values_assumed:
+    if answers.values:
         found.append(
-            f"{recorder.values_assumed} value(s) that the code reads from tensors: "
+            f"{answers.values} value(s) that the code reads from tensors: "
             "False, 1, or an array of 0"
         )
-    if recorder.sizes_assumed:
+    if answers.sizes:
         found.append(
-            f"{recorder.sizes_assumed} result(s) whose size depends on data: as large as can be"
+            f"{answers.sizes} result(s) whose size depends on data: as large as can be, "
+            "or an expert's even share"
         )
     return tuple(found)
 
