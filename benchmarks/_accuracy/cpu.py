@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import freezekit
+from freezekit._memory.answers import DataFunctions
 from freezekit._memory.as_real import as_real
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
@@ -77,7 +78,7 @@ def compare(name: str, case: Case) -> Comparison:
     failed = ""
     recorder = Recorder(known=shadow.known)
     try:
-        with as_real(shadow.known), shadow.mode:
+        with as_real(shadow.known), shadow.mode, DataFunctions(recorder.answers):
             fake = run_steps(recorder, twin, twin_inputs, case.steps)
     except RuntimeError as error:
         fake = recorder.close()

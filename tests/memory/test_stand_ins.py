@@ -76,6 +76,8 @@ VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all": lambda x: x if (x < 9).all() else _refuse("no!"),
     "numpy": lambda x: x * float(x.detach().numpy().sum()),
     "asarray": lambda x: x * np.asarray(x.detach()).shape[0],
+    "tensor": lambda x: x * torch.tensor([x.detach().sum(), 2.0]).sum(),
+    "as_tensor": lambda x: x * torch.as_tensor([[x.detach().max()], [x.detach().min()]]).sum(),
     "text": lambda x: x * len(f"{x.detach().sum():.2f}"),
     "tolist": lambda x: x * x.flatten()[:1].tolist()[0],
 }

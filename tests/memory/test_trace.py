@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freezekit import estimate_memory, freeze
+from freezekit._memory.answers import DataFunctions
 from freezekit._memory.as_real import as_real
 from freezekit._memory.events import Allocation, Event, EventStream
 from freezekit._memory.recorder import Recorder
@@ -83,8 +84,9 @@ def fake_run(model: nn.Module, inputs: Any, steps: Steps) -> EventStream:
     """What a fake trace records, without any device's rules."""
     shadow = Shadow()
     twin, twin_inputs = shadow.copy(model), shadow.inputs(inputs)
-    with as_real(shadow.known), shadow.mode:
-        return run_steps(Recorder(known=shadow.known), twin, twin_inputs, steps)
+    recorder = Recorder(known=shadow.known)
+    with as_real(shadow.known), shadow.mode, DataFunctions(recorder.answers):
+        return run_steps(recorder, twin, twin_inputs, steps)
 
 
 @pytest.mark.parametrize(

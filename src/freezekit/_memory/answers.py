@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from freezekit._memory import stand_ins
 from freezekit._memory.known import UNKNOWN, KnownValues
 
-__all__ = ["Answers"]
+__all__ = ["DATA_FUNCTIONS", "Answers", "DataFunctions"]
+
+# What gives a tensor's data to code outside of torch, or says something of a result's.
+DATA_FUNCTIONS = frozenset({"__format__", "__array__", "numpy", "one_hot", "tensor", "as_tensor"})
 
 _EQUAL = torch.ops.aten.equal.default
 _SPLIT = torch.ops.aten.split_with_sizes.default
@@ -153,3 +158,53 @@ class Answers:
             return known
         self.sizes += 1
         return -(-mask.numel() // self._classes.get(self._find(mask), 1))
+
+
+class DataFunctions(TorchFunctionMode):
+    """While it is entered, fake tensors give data also where no operator is asked for it.
+
+    Args:
+        answers: what they give; without, nothing is changed.
+    """
+
+    def __init__(self, answers: Answers | None = None) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function, or give what it would."""
+        return self.call(func, getattr(func, "__name__", ""), args, kwargs or {})
+
+    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of that name."""
+        if self._answers is None or name not in DATA_FUNCTIONS or not args:
+            return func(*args, **kwargs)
+        first, *rest = args
+        if name in ("tensor", "as_tensor"):
+            return func(_as_numbers(first), *rest, **kwargs)
+        if not isinstance(first, FakeTensor):
+            return func(*args, **kwargs)
+        if name == "one_hot":
+            result = functional.one_hot(*args, **kwargs)
+            self._answers.note_one_hot(result)
+            return result
+        if name == "__format__":
+            # f"expert_{index}" is about the value.
+            return format(first.item() if first.dim() == 0 else repr(first), *rest)
+        array = self._answers.array(first)
+        return array if name == "numpy" else array.__array__(*rest, **kwargs)
+
+
+def _as_numbers(value: Any) -> Any:
+    """Fake tensors in a list as the numbers that a tensor is to be made of."""
+    if type(value) in (tuple, list):
+        return [
+            item.tolist() if isinstance(item, FakeTensor) else _as_numbers(item) for item in value
+        ]
+    return value

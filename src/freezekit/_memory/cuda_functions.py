@@ -11,11 +11,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from freezekit._memory.answers import Answers
+from freezekit._memory.answers import DATA_FUNCTIONS, Answers, DataFunctions
 from freezekit._memory.autocast import CudaAutocast
 from freezekit._memory.cudnn_rnn import RNN_KINDS, cudnn_rnn
 
@@ -23,14 +21,12 @@ __all__ = ["CudaFunctions", "attention_backend"]
 
 Capability = tuple[int, int]
 
-# What gives a tensor's data to code outside of torch, or says something of a result's.
-_DATA = frozenset({"__format__", "__array__", "numpy", "one_hot"})
 # Python functions whose body calls functions that are replaced. The backward pass does: it runs
 # checkpointed forwards again.
 _REENTERED = frozenset({"backward", "multi_head_attention_forward", "gumbel_softmax"})
 
 
-class CudaFunctions(TorchFunctionMode):
+class CudaFunctions(DataFunctions):
     """While it is entered, functions that CUDA computes by other operators call those.
 
     Args:
@@ -46,9 +42,8 @@ class CudaFunctions(TorchFunctionMode):
         real: bool = False,
         answers: Answers | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(answers)
         self._capability = capability
-        self._answers = answers
         self.autocast = CudaAutocast()
         self.notes: set[str] = set()
         self._rules: dict[str, Callable[..., Any]] = {"dropout": fused_dropout}
@@ -67,8 +62,8 @@ class CudaFunctions(TorchFunctionMode):
         """Call what CUDA calls."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        if self._answers is not None and name in _DATA and isinstance(args[0], FakeTensor):
-            return self._data(name, *args, **kwargs)
+        if name in DATA_FUNCTIONS:
+            return self.call(func, name, args, kwargs)
         if name in _REENTERED:
             with self:
                 return _unchecked(func)(*args, **kwargs)
@@ -77,19 +72,6 @@ class CudaFunctions(TorchFunctionMode):
         if self.autocast.active:
             return self.autocast.call(call, name, args, kwargs)
         return call(*args, **kwargs)
-
-    def _data(self, name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Data of a fake tensor, outside of torch; and what is known of it by how it was made."""
-        assert self._answers is not None
-        if name == "one_hot":
-            result = functional.one_hot(tensor, *args, **kwargs)
-            self._answers.note_one_hot(result)
-            return result
-        if name == "__format__":
-            # f"expert_{index}" is about the value.
-            return format(tensor.item() if tensor.dim() == 0 else repr(tensor), *args)
-        array = self._answers.array(tensor)
-        return array if name == "numpy" else array.__array__(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fused_attention(self._capability, *args, **kwargs)
