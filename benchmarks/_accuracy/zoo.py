@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -109,7 +108,3 @@ def _batch(task: str, config: Any) -> dict[str, torch.Tensor]:
     size = getattr(config, "image_size", None) or 64
     side = size if isinstance(size, int) else size[0]
     return {"pixel_values": torch.randn(2, getattr(config, "num_channels", None) or 3, side, side)}
-
-
-# The models' own remarks about token ids and checkpoints say nothing about memory.
-transformers.logging.set_verbosity_error()

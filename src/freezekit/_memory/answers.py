@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from freezekit._memory import stand_ins
@@ -49,7 +48,7 @@ class Answers:
     def __init__(
         self,
         find: Callable[[torch.Tensor], int | None],
-        known: KnownValues | None = None,
+        known: KnownValues,
         *,
         checks_hold: bool = False,
     ) -> None:
@@ -82,7 +81,7 @@ class Answers:
         try:
             return func(*args, **kwargs)
         except DynamicOutputShapeException as error:
-            found = None if self._known is None else self._known.sized(func, args, kwargs)
+            found = self._known.sized(func, args, kwargs)
             if found is not None:
                 return found
             try:
@@ -99,8 +98,7 @@ class Answers:
         result: Any,
     ) -> None:
         """Note what is known of an operator's result; its allocation must have been."""
-        if self._known is not None:
-            self._known.follow(func, args, kwargs, result)
+        self._known.follow(func, args, kwargs, result)
         if not isinstance(result, FakeTensor):
             return
         if self._classes and operation in _ELEMENTWISE and isinstance(args[0], torch.Tensor):
@@ -118,7 +116,7 @@ class Answers:
 
     def value(self, tensor: FakeTensor) -> bool | int | float:
         """Of a single element."""
-        known = None if self._known is None else self._known.value(tensor)
+        known = self._known.value(tensor)
         if known is not None:
             return known
         self.values += 1
@@ -131,7 +129,7 @@ class Answers:
 
     def array(self, tensor: torch.Tensor) -> Any:
         """NumPy's array of a tensor's values if they are known; of zeros if not."""
-        values = None if self._known is None else self._known.of(tensor)
+        values = self._known.of(tensor)
         if values is None:
             self.values += 1
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
@@ -141,7 +139,7 @@ class Answers:
 
     def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Two tensors whose values are not known are not."""
-        known = UNKNOWN if self._known is None else self._known.run(_EQUAL, (first, second), {})
+        known = self._known.run(_EQUAL, (first, second), {})
         if known is not UNKNOWN:
             return bool(known)
         if first is not second and first.shape == second.shape:
@@ -153,7 +151,7 @@ class Answers:
 
         Of a class's mask from ``one_hot`` its even share: of so many tokens for each expert.
         """
-        known = None if self._known is None else self._known.count(mask)
+        known = self._known.count(mask)
         if known is not None:
             return known
         self.sizes += 1
@@ -191,7 +189,7 @@ class DataFunctions(TorchFunctionMode):
         if not isinstance(first, FakeTensor):
             return func(*args, **kwargs)
         if name == "one_hot":
-            result = functional.one_hot(*args, **kwargs)
+            result = func(*args, **kwargs)
             self._answers.note_one_hot(result)
             return result
         if name == "__format__":

@@ -6,7 +6,7 @@ Each replacement is a small unit with its reason and source.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -52,26 +52,18 @@ class CudaFunctions(DataFunctions):
             for kind in RNN_KINDS:
                 self._rules[kind] = self._rnn(kind)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what CUDA calls."""
-        name = getattr(func, "__name__", "")
-        kwargs = kwargs or {}
         if name in DATA_FUNCTIONS:
-            return self.call(func, name, args, kwargs)
+            return super().call(func, name, args, kwargs)
         if name in _REENTERED:
             with self:
                 return _unchecked(func)(*args, **kwargs)
         rule = self._rules.get(name)
-        call = func if rule is None or not _is_torchs(func) else rule
+        called = func if rule is None or not _is_torchs(func) else rule
         if self.autocast.active:
-            return self.autocast.call(call, name, args, kwargs)
-        return call(*args, **kwargs)
+            return self.autocast.call(called, name, args, kwargs)
+        return called(*args, **kwargs)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fused_attention(self._capability, *args, **kwargs)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from freezekit._memory.convolutions import convolution_workspaces
-from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.nested import tensors_in
+from freezekit._memory.recorder import Recorder
 
 __all__ = ["CudaRules", "cublas_workspace"]
 

@@ -15,8 +15,8 @@ from freezekit._memory.allocator_config import AllocatorConfig
 from freezekit._memory.devices import CONTEXT, budget_bytes, find_gpu
 from freezekit._memory.events import EventStream
 from freezekit._memory.memory_report import MemoryEstimate, at_peak
+from freezekit._memory.nested import tensors_in
 from freezekit._memory.optimizers import OptimizerFactory, as_on_cuda, optimizer_factory
-from freezekit._memory.recorder import tensors_in
 from freezekit._memory.replay import Replayed, replay
 from freezekit._memory.second_step import ZeroGrad
 from freezekit._memory.steps import Steps
@@ -232,12 +232,10 @@ def _replay_within(
     stream: EventStream, config: AllocatorConfig, capacity: int | None
 ) -> tuple[Replayed, str]:
     """The replay under a capacity; if it does not fit, the one without bound and the reason."""
-    if capacity is not None:
-        try:
-            return replay(stream, CachingAllocator(config, capacity=capacity)), ""
-        except SimulatedOutOfMemoryError as error:
-            return replay(stream, CachingAllocator(config)), str(error)
-    return replay(stream, CachingAllocator(config)), ""
+    try:
+        return replay(stream, CachingAllocator(config, capacity=capacity)), ""
+    except SimulatedOutOfMemoryError as error:
+        return replay(stream, CachingAllocator(config)), str(error)
 
 
 def _margins(

@@ -18,7 +18,9 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["UNKNOWN", "KnownValues"]
+from freezekit._memory.nested import map_tensors, tensors_in
+
+__all__ = ["UNKNOWN", "KnownValues", "NothingKnown"]
 
 UNKNOWN: Final = object()
 
@@ -70,20 +72,19 @@ class KnownValues:
         written = _written(func)
         if written and any(_is_constant(args[place]) for place in written if place < len(args)):
             return
-        followed = _may_be_known(args) and _is_followed(result)
+        followed = _may_be_known(args) and all(t.numel() <= _LIMIT for t in tensors_in(result))
         values = self.run(func, args, kwargs) if followed else UNKNOWN
         if values is not UNKNOWN:
             _note(result, values)
         elif written:
-            self._spoil([args[place] for place in written if place < len(args)])
-            self._spoil(kwargs)
+            self._spoil([args[place] for place in written if place < len(args)] + [kwargs])
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What an operator gives for known values; ``UNKNOWN`` if one is not, or it is random."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return UNKNOWN
         try:
-            known_args, known_kwargs = self._known((args, kwargs))
+            known_args, known_kwargs = map_tensors((args, kwargs), self._known)
             with torch._C._DisableTorchDispatch():
                 values = func(*known_args, **known_kwargs)
                 # What is filled later, element by element, is known then.
@@ -116,35 +117,30 @@ class KnownValues:
         with torch._C._DisableTorchDispatch():
             return values.item()
 
-    def _known(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            values = self.of(value)
-            if values is None:
-                raise LookupError
-            return values
-        if type(value) in (tuple, list):
-            return type(value)([self._known(item) for item in value])
-        if type(value) is dict:
-            return {key: self._known(item) for key, item in value.items()}
-        return value
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = self.of(tensor)
+        if values is None:
+            raise LookupError
+        return values
 
-    def _spoil(self, value: Any) -> None:
-        if isinstance(value, FakeTensor):
-            values = self.of(value)
+    def _spoil(self, written: Any) -> None:
+        for tensor in tensors_in(written):
+            values = self.of(tensor)
             if values is not None:
                 storage = values.untyped_storage()
                 self._spoiled[storage._cdata] = storage
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._spoil(item)
-        elif isinstance(value, dict):
-            self._spoil(list(value.values()))
 
 
-def _is_followed(result: Any) -> bool:
-    if isinstance(result, tuple | list):
-        return all(_is_followed(part) for part in result)
-    return not isinstance(result, torch.Tensor) or result.numel() <= _LIMIT
+class NothingKnown(KnownValues):
+    """For real tensors, whose data is there, and for traces without data."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+        """Not known."""
+        return None
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
+        """Not known, and not run: operators without tensors would be."""
+        return UNKNOWN
 
 
 def _note(result: Any, values: Any) -> None:

@@ -18,7 +18,8 @@ from freezekit._memory.allocator import CachingAllocator
 from freezekit._memory.allocator_config import AllocatorConfig
 from freezekit._memory.events import Category, EventStream
 from freezekit._memory.memory_report import MemoryEstimate, at_peak
-from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.nested import tensors_in
+from freezekit._memory.recorder import Recorder
 from freezekit._memory.replay import replay
 from freezekit._memory.snapshot import stream_of_snapshot
 from freezekit._memory.steps import categorize_gradients, followed, note_model

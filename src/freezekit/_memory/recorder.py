@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from freezekit._memory.answers import Answers
 from freezekit._memory.events import Allocation, Category, Event, EventStream, Phase
-from freezekit._memory.known import KnownValues
+from freezekit._memory.known import KnownValues, NothingKnown
+from freezekit._memory.nested import map_tensors, tensors_in
 
-__all__ = ["Recorder", "tensors_in"]
+__all__ = ["Recorder"]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -63,7 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_rules = device_rules
-        self.answers = Answers(self._find, known, checks_hold=checks_hold)
+        self.answers = Answers(self._find, known or NothingKnown(), checks_hold=checks_hold)
         self.phase: Phase = "setup"
         self.step = -1
         self._allocations: list[Allocation] = []
@@ -102,26 +103,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.device_rules.before(self, operation)
         if _has_plain_meta(args) or (kwargs and _has_plain_meta(kwargs.values())):
             # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
-            args, kwargs = self._off_meta((args, kwargs))
+            args, kwargs = map_tensors((args, kwargs), self._off_meta)
         result = self.answers.run(func, args, kwargs or {})
         self._note_results(operation, args, result)
         self.answers.follow(func, operation, args, kwargs or {}, result)
         return result
 
-    def _off_meta(self, value: Any) -> Any:
-        """Fake twins on the CPU for tensors on the meta device, always the same for the same."""
-        if isinstance(value, torch.Tensor) and _is_plain_meta(value):
-            if id(value) not in self._meta_twins:
-                # (The tensor is kept, or its id could become another's.)
-                twin = torch.empty_like(value, device="cpu")
-                self._meta_twins[id(value)] = value, twin
-                self.note(twin, "inputs")
-            return self._meta_twins[id(value)][1]
-        if isinstance(value, dict):
-            return {key: self._off_meta(item) for key, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._off_meta(item) for item in value)
-        return value
+    def _off_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For a tensor on the meta device a fake twin on the CPU, always the same one."""
+        if not _is_plain_meta(tensor):
+            return tensor
+        if id(tensor) not in self._meta_twins:
+            # (The tensor is kept, or its id could become another's.)
+            twin = torch.empty_like(tensor, device="cpu")
+            self._meta_twins[id(tensor)] = tensor, twin
+            self.note(twin, "inputs")
+        return self._meta_twins[id(tensor)][1]
 
     def _note_results(self, operation: str, args: tuple[Any, ...], result: Any) -> None:
         rules = self.device_rules
@@ -273,6 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_plain_meta(values: Iterable[Any]) -> bool:
+    """Asked of every operator's arguments, so without going through ``tensors_in``."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -287,25 +285,3 @@ def _has_plain_meta(values: Iterable[Any]) -> bool:
 
 def _is_plain_meta(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.is_meta
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclass-like outputs.
-
-    Of a sparse tensor, which has no storage of its own, the indices and values.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.sparse_coo:
-            yield value._indices()
-            yield value._values()
-        else:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))

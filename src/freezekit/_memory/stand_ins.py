@@ -152,7 +152,7 @@ def _unique_dim(
     _: Any, args: tuple[Any, ...], __: dict[str, Any], count: Count
 ) -> tuple[torch.Tensor, ...]:
     source, dim = args[:2]
-    count(source)
+    count(source)  # (whose rows are all taken to differ: that is assumed, too)
     places = source.new_empty(source.shape[dim], dtype=torch.long)
     return torch.empty_like(source), places, torch.empty_like(places)
 

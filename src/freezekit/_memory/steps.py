@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freezekit._memory.events import EventStream
-from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.nested import tensors_in
+from freezekit._memory.recorder import Recorder
 from freezekit._memory.second_step import FirstStep, ZeroGrad
 
 __all__ = [

@@ -23,8 +23,9 @@ from freezekit._memory.as_real import as_real
 from freezekit._memory.cuda_functions import CudaFunctions
 from freezekit._memory.cuda_rules import Capability, CudaRules
 from freezekit._memory.events import EventStream
+from freezekit._memory.nested import tensors_in
 from freezekit._memory.optimizers import as_on_cuda
-from freezekit._memory.recorder import Recorder, tensors_in
+from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_first_step, run_steps
 from freezekit._wrappers import eager
