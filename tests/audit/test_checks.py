@@ -658,6 +658,24 @@ def test_the_active_adapter_is_frozen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_constant_of_an_adapter_learns() -> None:
+    """AdaLoRA divides by its rank: trainable, the rank drifts and every output is kept."""
+    from peft import AdaLoraConfig, get_peft_model
+
+    model = get_peft_model(small_llama(), AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+    ranks = [name for name, _ in model.named_parameters() if ".ranknum." in name]
+    for name in ranks:
+        model.get_parameter(name).requires_grad = True
+    finding = find(fk.audit(model), "FK704")
+    assert finding.severity == "warning"
+    assert [f"base_model.model.{name}" for name in finding.fqns] == ranks
+    assert "SVDLinear.ranknum" in finding.cause
+    assert_mended(finding, model)
+    assert not any(model.get_parameter(name).requires_grad for name in ranks)
+    assert any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_lora_that_misses_a_block() -> None:
     """Adapters in all blocks but one, in which the layer is there without."""
     from peft import LoraConfig, get_peft_model

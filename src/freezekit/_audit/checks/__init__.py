@@ -69,5 +69,6 @@ DEFAULT_CHECKS: tuple[Check, ...] = (
     parameters.updates_rounded_away,
     adapters.no_adapter_learns,
     adapters.active_adapter_frozen,
+    adapters.constant_learns,
     placement.frozen_above_trainable,
 )

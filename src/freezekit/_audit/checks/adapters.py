@@ -13,7 +13,7 @@ from freezekit._audit.findings import Finding
 from freezekit._audit.mends import as_argument
 from freezekit._format import plural, shorten
 
-__all__ = ["active_adapter_frozen", "no_adapter_learns"]
+__all__ = ["active_adapter_frozen", "constant_learns", "no_adapter_learns"]
 
 # What the libraries peft and adapters set on a model that they changed.
 _ADAPTED = frozenset({"peft_config", "adapters_config"})
@@ -85,6 +85,38 @@ def active_adapter_frozen(context: AuditContext) -> Iterator[Finding]:
             "and "
             f"not active: {shorten(learning)}.",
             mend=f'Use the one that is to learn: model.set_adapter("{name}").',
+        )
+
+
+def constant_learns(context: AuditContext) -> Iterator[Finding]:
+    """FK704: what an adapter's class keeps as a constant is trainable.
+
+    peft's layers tell what they hold beside an adapter's weights (``other_param_names``), such as
+    the rank that AdaLoRA divides by. Where it is trainable an optimizer changes it, and autograd
+    keeps what it is multiplied with: in AdaLoRA the output of every adapter. peft 0.21.0 to 0.21.2
+    (measured) leave AdaLoRA so.
+    """
+    inventory = context.inventory
+    found: dict[str, None] = {}
+    constants: dict[str, None] = {}
+    for index in context.modules_of("BaseTunerLayer"):
+        info, module = inventory.modules[index], inventory.module(index)
+        others: Any = getattr(module, "other_param_names", ())
+        for entry in inventory.entries[info.first_entry : info.last_entry]:
+            name = entry.raw[len(info.raw) + 1 :].partition(".")[0]
+            if name in others and inventory.parameters[entry.parameter].requires_grad:
+                found[entry.fqn] = None
+                constants[f"{info.type_name}.{name}"] = None
+    if found:
+        fqns = tuple(found)
+        yield Finding(
+            code="FK704",
+            severity="warning",
+            title="constants of adapters are trainable",
+            fqns=fqns,
+            cause=f"{plural(len(fqns), 'tensor')} trainable that the class keeps beside the "
+            f"adapter's weights: {shorten(constants)}.",
+            mend=f"Freeze them: freezekit.freeze(model, {as_argument(context, fqns)}).",
         )
 
 
