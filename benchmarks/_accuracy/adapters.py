@@ -35,7 +35,6 @@ _STRIDE = 32
 # and second; the cache is emptied before the step of this number.
 _LENGTHS = (0.2, 1.0, 0.8)
 _EMPTIED = 1
-L40S = (8, 9)
 TORCH = "2.13.0"
 
 
@@ -252,7 +251,13 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     if experiment.peft_type in ("MULTITASK_PROMPT_TUNING", "POLY"):
         inputs["task_ids"] = torch.empty(BATCH, dtype=torch.long, device="meta")
     estimate = estimate_memory(
-        model, inputs, optimizer=_adamw, steps=2, clip=1.0, capability=L40S, torch_version=TORCH
+        model,
+        inputs,
+        optimizer=_adamw,
+        steps=2,
+        clip=1.0,
+        device="NVIDIA L40S",
+        torch_version=TORCH,
     )
     stream = estimate.stream.repeated(len(_LENGTHS) - 2)
     assert stream is not None  # an adapter that keeps memory from step to step

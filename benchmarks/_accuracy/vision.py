@@ -24,7 +24,6 @@ __all__ = ["BATCHES", "SlopeRow", "estimate_slope", "read_slope"]
 
 MIB = 1 << 20
 BATCHES = (32, 128)
-A100 = (8, 0)
 # The table is of 2024: any version that keeps its cuBLAS workspaces.
 TORCH = "2.5.0"
 
@@ -88,7 +87,7 @@ def _reserved(model: nn.Module, shape: tuple[int, ...]) -> int:
         loss=lambda logits: nn.functional.cross_entropy(logits, labels, label_smoothing=0.1),
         optimizer=_sgd,
         zero_grad="end",
-        capability=A100,
+        device="NVIDIA A100-SXM4-40GB",
         torch_version=TORCH,
     )
     images = 4 * torch.Size(shape).numel()

@@ -34,7 +34,6 @@ __all__ = [
 
 Built: TypeAlias = tuple[nn.Module, Any, Callable[[Any], torch.Tensor] | None]
 
-_CAPABILITIES = {"RTX 3060": (8, 6), "RTX 4060": (8, 9), "A100": (8, 0)}
 # Their tokenizing step pads each chunk of 1,000 lines to its longest one.
 _PADDED = ("Qwen3", "DeepSeek", "pythia")
 TOKENS = 128
@@ -53,7 +52,7 @@ class Row:
     batch: int
     zero_grad: str
     memory: int
-    capability: tuple[int, int]
+    device: str
     measured: int
     xmem: int | None
     dnnmem: int | None
@@ -69,11 +68,16 @@ def read_row(record: Mapping[str, str]) -> Row:
         batch=int(record["batch_size"]),
         zero_grad=record["zero_grad_to_use"] or "0",
         memory=int(record["gpu_total_bytes"]),
-        capability=next((c for card, c in _CAPABILITIES.items() if card in record["gpu"]), (8, 0)),
+        device=_device(record["gpu"]),
         measured=int(record["ground_bytes"]),
         xmem=int(record["xmem_bytes"]) if record["xmem_bytes"] else None,
         dnnmem=int(record["dnnmem_bytes"]) if record["dnnmem_bytes"] else None,
     )
+
+
+def _device(card: str) -> str:
+    names = {"RTX 3060": "NVIDIA GeForce RTX 3060", "RTX 4060": "NVIDIA GeForce RTX 4060"}
+    return next((name for key, name in names.items() if key in card), "NVIDIA A100-SXM4-40GB")
 
 
 def estimate_row(row: Row) -> MemoryEstimate:
@@ -94,7 +98,7 @@ def estimate_built(row: Row, built: Built) -> MemoryEstimate:
         steps=4,
         zero_grad=cast(Literal["start", "before_backward", "end"], zero_grad),
         lengths="vary" if varies else "fixed",
-        capability=row.capability,
+        device=row.device,
         budget=row.memory,
         torch_version=TORCH,
     )

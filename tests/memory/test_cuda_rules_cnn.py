@@ -12,6 +12,7 @@ from freezekit import estimate_memory
 from freezekit._memory.convolutions import convolution_workspaces
 from freezekit._memory.cuda_functions import attention_backend
 from freezekit._memory.cuda_rules import CudaRules
+from freezekit._memory.devices import Target
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_steps
@@ -153,7 +154,7 @@ def test_other_operators_take_none() -> None:
 def test_a_workspace_lives_between_the_results() -> None:
     """Grad of the input, its workspace, grad of the weight, its workspace, grad of the bias."""
     model, images = nn.Conv2d(8, 8, 3, padding=1), torch.zeros(2, 8, 6, 6, requires_grad=True)
-    shadow, recorder = Shadow(), Recorder(CudaRules(A100))
+    shadow, recorder = Shadow(), Recorder(CudaRules(Target(A100)))
     twin, inputs = shadow.copy(model), shadow.inputs(images)
     with shadow.mode:
         stream = run_steps(recorder, twin, inputs, Steps(count=1))

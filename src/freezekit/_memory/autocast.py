@@ -84,9 +84,11 @@ class CudaAutocast:
     def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not _may_cast(tensor) or tensor.dtype == dtype:
             return tensor
-        # Frozen weights are not kept: they are cast at every use.
+        # Frozen weights are not kept: they are cast at every use; in inference mode so are all
+        # (seen in torch 2.13's casts on the CPU, and in a trace of 2.11's on a GPU).
         kept = (
-            dtype != torch.float32
+            not torch.is_inference_mode_enabled()
+            and dtype != torch.float32
             and tensor.dtype == torch.float32
             and tensor.requires_grad
             and tensor.is_leaf

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from freezekit._memory.convolutions import convolution_workspaces
+from freezekit._memory.devices import A100, Capability, Target
 from freezekit._memory.nested import tensors_in
 from freezekit._memory.recorder import Recorder
+from freezekit._memory.reductions import reduction_workspace
 
 __all__ = ["CudaRules", "cublas_workspace"]
 
 MIB = 1 << 20
-Capability = tuple[int, int]
 Arguments = Sequence[Any]
 
 _PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
@@ -42,16 +43,14 @@ class CudaRules:
     """Workspaces, temporaries and statistics of CUDA's kernels.
 
     Args:
-        capability: the GPU's compute capability.
-        torch_version: major and minor version of the torch that will run.
+        target: the GPU and the torch that will run.
     """
 
-    def __init__(
-        self, capability: Capability = (8, 0), torch_version: tuple[int, int] = (2, 13)
-    ) -> None:
-        self._cublas, self._cublas_kept = cublas_workspace(capability, torch_version)
+    def __init__(self, target: Target = A100) -> None:
+        self._cublas, self._cublas_kept = cublas_workspace(target.capability, target.torch_version)
         self._handles: set[bool] = set()
-        self._capability = capability
+        self._capability = target.capability
+        self._threads = target.threads
 
     def before(self, recorder: Recorder, operation: str) -> None:
         """cuBLAS: a workspace at a thread's first product.
@@ -78,6 +77,9 @@ class CudaRules:
         elif operation in TEMPORARIES:
             for nbytes in TEMPORARIES[operation](args):
                 recorder.transient(nbytes, operation, "temporaries")
+        else:
+            for nbytes in reduction_workspace(operation, args, self._threads):
+                recorder.transient(nbytes, f"{operation} workspace")
 
 
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm"})
@@ -137,6 +139,17 @@ def embedding_backward(args: Arguments) -> list[int]:
     return _together([*[count * 8] * 4, count * gradient.shape[-1] * 4])
 
 
+def index_put(args: Arguments) -> list[int]:
+    """Values that are summed where indices meet: indices and their order are sorted.
+
+    Source: ``index_put_with_sort_kernel`` in ATen/native/cuda/Indexing.cu.
+    """
+    if len(args) < 4 or not args[3]:
+        return []
+    count = max((index.numel() for index in args[1] if index is not None), default=0)
+    return [*[count * 8] * 5, 1]
+
+
 def _together(sizes: list[int]) -> list[int]:
     # They are alive at the same time: as one block they are, up to rounding.
     return [sum(sizes)]
@@ -146,4 +159,5 @@ TEMPORARIES: Mapping[str, Callable[[Arguments], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,
     "aten.embedding_dense_backward": embedding_backward,
+    "aten.index_put": index_put,
 }

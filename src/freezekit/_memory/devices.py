@@ -13,10 +13,21 @@ from dataclasses import dataclass
 
 from freezekit._memory.sizes import parse_size
 
-__all__ = ["CONTEXT", "GPUS", "Gpu", "budget_bytes", "find_gpu"]
+__all__ = [
+    "A100",
+    "CONTEXT",
+    "GPUS",
+    "Capability",
+    "Gpu",
+    "Target",
+    "budget_bytes",
+    "find_gpu",
+    "target_for",
+]
 
 MIB = 1 << 20
 GIB = 1 << 30
+Capability = tuple[int, int]
 
 # Bytes of a CUDA context with the kernels that a training loads, least and most: 248 MiB were
 # measured on an RTX 4060 before the first kernel, 300 to 600 MiB are reported for processes at work
@@ -26,66 +37,67 @@ CONTEXT = (250 * MIB, 600 * MIB)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's name, usable memory in bytes, and compute capability."""
+    """A GPU's name, usable memory in bytes, compute capability, and count of multiprocessors."""
 
     name: str
     memory: int
-    capability: tuple[int, int]
+    capability: Capability
+    multiprocessors: int
 
 
-def _gpu(name: str, gib: float, major: int, minor: int) -> Gpu:
-    return Gpu(name, int(gib * GIB), (major, minor))
+def _gpu(name: str, gib: float, major: int, minor: int, multiprocessors: int) -> Gpu:
+    return Gpu(name, int(gib * GIB), (major, minor), multiprocessors)
 
 
 GPUS: tuple[Gpu, ...] = (
-    _gpu("NVIDIA GeForce GTX 1060 6GB", 5.93, 6, 1),
-    _gpu("NVIDIA GeForce GTX 1070", 7.92, 6, 1),
-    _gpu("NVIDIA GeForce GTX 1080", 7.92, 6, 1),
-    _gpu("NVIDIA GeForce GTX 1080 Ti", 10.91, 6, 1),
-    _gpu("NVIDIA GeForce GTX 1660 Ti", 5.80, 7, 5),
-    _gpu("NVIDIA TITAN Xp", 11.91, 6, 1),
-    _gpu("NVIDIA TITAN V", 11.77, 7, 0),
-    _gpu("NVIDIA TITAN RTX", 23.65, 7, 5),
-    _gpu("NVIDIA GeForce RTX 2060", 5.80, 7, 5),
-    _gpu("NVIDIA GeForce RTX 2070", 7.79, 7, 5),
-    _gpu("NVIDIA GeForce RTX 2080", 7.79, 7, 5),
-    _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, 7, 5),
-    _gpu("NVIDIA GeForce RTX 3060", 11.75, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3060 Ti", 7.78, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3070", 7.78, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3080", 9.77, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3080 Ti", 11.76, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3090", 23.68, 8, 6),
-    _gpu("NVIDIA GeForce RTX 3090 Ti", 23.68, 8, 6),
-    _gpu("NVIDIA GeForce RTX 4060", 7.74, 8, 9),
-    _gpu("NVIDIA GeForce RTX 4060 Ti 16GB", 15.59, 8, 9),
-    _gpu("NVIDIA GeForce RTX 4070", 11.72, 8, 9),
-    _gpu("NVIDIA GeForce RTX 4070 Ti", 11.72, 8, 9),
-    _gpu("NVIDIA GeForce RTX 4080", 15.70, 8, 9),
-    _gpu("NVIDIA GeForce RTX 4090", 23.64, 8, 9),
-    _gpu("NVIDIA GeForce RTX 5080", 15.47, 12, 0),
-    _gpu("NVIDIA GeForce RTX 5090", 31.36, 12, 0),
-    _gpu("NVIDIA RTX A4000", 15.72, 8, 6),
-    _gpu("NVIDIA RTX A5000", 23.68, 8, 6),
-    _gpu("NVIDIA RTX A6000", 47.54, 8, 6),
-    _gpu("NVIDIA RTX 6000 Ada Generation", 47.50, 8, 9),
-    _gpu("Tesla P100-PCIE-16GB", 15.89, 6, 0),
-    _gpu("Tesla T4", 14.56, 7, 5),
-    _gpu("Tesla V100-SXM2-16GB", 15.77, 7, 0),
-    _gpu("Tesla V100-SXM2-32GB", 31.73, 7, 0),
-    _gpu("NVIDIA A10", 21.99, 8, 6),
-    _gpu("NVIDIA A10G", 21.99, 8, 6),
-    _gpu("NVIDIA A30", 23.50, 8, 0),
-    _gpu("NVIDIA A40", 44.34, 8, 6),
-    _gpu("NVIDIA A100-SXM4-40GB", 39.38, 8, 0),
-    _gpu("NVIDIA A100-SXM4-80GB", 79.15, 8, 0),
-    _gpu("NVIDIA L4", 21.95, 8, 9),
-    _gpu("NVIDIA L40", 44.31, 8, 9),
-    _gpu("NVIDIA L40S", 44.31, 8, 9),
-    _gpu("NVIDIA H100 PCIe", 79.10, 9, 0),
-    _gpu("NVIDIA H100 80GB HBM3", 79.10, 9, 0),
-    _gpu("NVIDIA H200", 139.71, 9, 0),
-    _gpu("NVIDIA B200", 178.35, 10, 0),
+    _gpu("NVIDIA GeForce GTX 1060 6GB", 5.93, 6, 1, 10),
+    _gpu("NVIDIA GeForce GTX 1070", 7.92, 6, 1, 15),
+    _gpu("NVIDIA GeForce GTX 1080", 7.92, 6, 1, 20),
+    _gpu("NVIDIA GeForce GTX 1080 Ti", 10.91, 6, 1, 28),
+    _gpu("NVIDIA GeForce GTX 1660 Ti", 5.80, 7, 5, 24),
+    _gpu("NVIDIA TITAN Xp", 11.91, 6, 1, 30),
+    _gpu("NVIDIA TITAN V", 11.77, 7, 0, 80),
+    _gpu("NVIDIA TITAN RTX", 23.65, 7, 5, 72),
+    _gpu("NVIDIA GeForce RTX 2060", 5.80, 7, 5, 30),
+    _gpu("NVIDIA GeForce RTX 2070", 7.79, 7, 5, 36),
+    _gpu("NVIDIA GeForce RTX 2080", 7.79, 7, 5, 46),
+    _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, 7, 5, 68),
+    _gpu("NVIDIA GeForce RTX 3060", 11.75, 8, 6, 28),
+    _gpu("NVIDIA GeForce RTX 3060 Ti", 7.78, 8, 6, 38),
+    _gpu("NVIDIA GeForce RTX 3070", 7.78, 8, 6, 46),
+    _gpu("NVIDIA GeForce RTX 3080", 9.77, 8, 6, 68),
+    _gpu("NVIDIA GeForce RTX 3080 Ti", 11.76, 8, 6, 80),
+    _gpu("NVIDIA GeForce RTX 3090", 23.68, 8, 6, 82),
+    _gpu("NVIDIA GeForce RTX 3090 Ti", 23.68, 8, 6, 84),
+    _gpu("NVIDIA GeForce RTX 4060", 7.74, 8, 9, 24),
+    _gpu("NVIDIA GeForce RTX 4060 Ti 16GB", 15.59, 8, 9, 34),
+    _gpu("NVIDIA GeForce RTX 4070", 11.72, 8, 9, 46),
+    _gpu("NVIDIA GeForce RTX 4070 Ti", 11.72, 8, 9, 60),
+    _gpu("NVIDIA GeForce RTX 4080", 15.70, 8, 9, 76),
+    _gpu("NVIDIA GeForce RTX 4090", 23.64, 8, 9, 128),
+    _gpu("NVIDIA GeForce RTX 5080", 15.47, 12, 0, 84),
+    _gpu("NVIDIA GeForce RTX 5090", 31.36, 12, 0, 170),
+    _gpu("NVIDIA RTX A4000", 15.72, 8, 6, 48),
+    _gpu("NVIDIA RTX A5000", 23.68, 8, 6, 64),
+    _gpu("NVIDIA RTX A6000", 47.54, 8, 6, 84),
+    _gpu("NVIDIA RTX 6000 Ada Generation", 47.50, 8, 9, 142),
+    _gpu("Tesla P100-PCIE-16GB", 15.89, 6, 0, 56),
+    _gpu("Tesla T4", 14.56, 7, 5, 40),
+    _gpu("Tesla V100-SXM2-16GB", 15.77, 7, 0, 80),
+    _gpu("Tesla V100-SXM2-32GB", 31.73, 7, 0, 80),
+    _gpu("NVIDIA A10", 21.99, 8, 6, 72),
+    _gpu("NVIDIA A10G", 21.99, 8, 6, 80),
+    _gpu("NVIDIA A30", 23.50, 8, 0, 56),
+    _gpu("NVIDIA A40", 44.34, 8, 6, 84),
+    _gpu("NVIDIA A100-SXM4-40GB", 39.38, 8, 0, 108),
+    _gpu("NVIDIA A100-SXM4-80GB", 79.15, 8, 0, 108),
+    _gpu("NVIDIA L4", 21.95, 8, 9, 58),
+    _gpu("NVIDIA L40", 44.31, 8, 9, 142),
+    _gpu("NVIDIA L40S", 44.31, 8, 9, 142),
+    _gpu("NVIDIA H100 PCIe", 79.10, 9, 0, 114),
+    _gpu("NVIDIA H100 80GB HBM3", 79.10, 9, 0, 132),
+    _gpu("NVIDIA H200", 139.71, 9, 0, 132),
+    _gpu("NVIDIA B200", 178.35, 10, 0, 148),
 )
 
 
@@ -112,6 +124,49 @@ def find_gpu(name: str) -> Gpu:
     ]
     hint = f"; near names: {', '.join(near)}" if near else ""
     raise ValueError(f"unknown GPU {name!r}{hint} (or give its memory, such as '11GiB')")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a trace is made for.
+
+    Attributes:
+        capability: the GPU's compute capability.
+        torch_version: major and minor version of the torch that will run.
+        multiprocessors: the GPU's.
+    """
+
+    capability: Capability = (8, 0)
+    torch_version: tuple[int, int] = (2, 13)
+    multiprocessors: int = 108
+
+    @property
+    def threads(self) -> int:
+        """How many threads it holds at once (CUDA programming guide, table of capabilities)."""
+        if self.capability == (7, 5):
+            return self.multiprocessors * 1024
+        small = self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability >= (12, 0)
+        return self.multiprocessors * (1536 if small else 2048)
+
+
+# What is estimated for where nothing is said.
+A100 = Target()
+
+
+def target_for(
+    device: str, capability: Capability | None, torch_version: tuple[int, int]
+) -> Target:
+    """For a GPU's name, or for ``"cuda"`` the largest known one of the capability, or of 8.0.
+
+    Raises:
+        ValueError: no such GPU, or several; the nearest names are given.
+    """
+    if device != "cuda":
+        gpu = find_gpu(device)
+        return Target(capability or gpu.capability, torch_version, gpu.multiprocessors)
+    capability = capability or (8, 0)
+    counts = [gpu.multiprocessors for gpu in GPUS if gpu.capability == capability]
+    return Target(capability, torch_version, max(counts, default=108))
 
 
 def budget_bytes(budget: str | int) -> int:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from freezekit._inventory import take_inventory
 from freezekit._memory.allocator import CachingAllocator
 from freezekit._memory.allocator_config import AllocatorConfig
-from freezekit._memory.devices import CONTEXT, budget_bytes, find_gpu
+from freezekit._memory.devices import CONTEXT, budget_bytes, target_for
 from freezekit._memory.events import EventStream
 from freezekit._memory.memory_report import MemoryEstimate, at_peak
 from freezekit._memory.nested import tensors_in
@@ -78,8 +78,8 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
         optimizer: a name (``"adamw"``, ``"sgd_momentum"``, ``"adamw_fused"``, ...), a function
             from parameters to an optimizer, an optimizer over the model's parameters (its state
             counts), or ``None``.
-        device: the GPU's name, such as ``"NVIDIA A100-SXM4-80GB"``; ``"cuda"`` for one of compute
-            capability 8.0.
+        device: the GPU's name, such as ``"NVIDIA A100-SXM4-80GB"``; ``"cuda"`` for the largest of
+            its compute capability, by default 8.0.
         budget: memory for all, the CUDA context included: a size such as ``"11GiB"``, bytes, or a
             GPU's name. The allocator is then simulated with that bound.
         train: whether there are a backward pass and an optimizer step.
@@ -107,7 +107,7 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
     """
     inventory = take_inventory(model)
     check_inputs(inputs)
-    gpu_capability = (8, 0) if device == "cuda" else find_gpu(device).capability
+    runs_on = target_for(device, capability, _version(torch_version))
     size = None if budget is None else budget_bytes(budget)
     config = AllocatorConfig.parse(allocator) if isinstance(allocator, str) else allocator
     kept_frozen = frozenset(frozen)
@@ -131,8 +131,7 @@ def estimate_memory(  # noqa: PLR0913  (options are keyword-only)
         inputs,
         plan,
         optimizer=live,
-        capability=capability or gpu_capability,
-        torch_version=_version(torch_version),
+        target=runs_on,
         frozen=kept_frozen,
     )
     return _summarize(

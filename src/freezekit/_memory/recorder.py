@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from freezekit._memory.answers import Answers
 from freezekit._memory.events import Allocation, Category, Event, EventStream, Phase
+from freezekit._memory.in_place import computed_in_place
 from freezekit._memory.known import KnownValues, NothingKnown
 from freezekit._memory.nested import map_tensors, tensors_in
 
@@ -70,6 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocations: list[Allocation] = []
         self._events: list[Event] = []
         self._live: dict[int, int] = {}
+        self._makers: dict[int, int] = {}
         self._meta_twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._closed = False
         self._modules: list[str] = []
@@ -104,7 +106,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _has_plain_meta(args) or (kwargs and _has_plain_meta(kwargs.values())):
             # A loss, say, holds targets without data, beside outputs that are fake on the CPU.
             args, kwargs = map_tensors((args, kwargs), self._off_meta)
+        in_place = self.phase == "backward" and computed_in_place(func, args, self._made_by)
         result = self.answers.run(func, args, kwargs or {})
+        if in_place:
+            self._move(args[0], result)
         self._note_results(operation, args, result)
         self.answers.follow(func, operation, args, kwargs or {}, result)
         return result
@@ -146,9 +151,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._live:
             return
         self._live[key] = self._add(storage.nbytes(), category, operation, module)
+        self._watch(storage, key)
+
+    def _watch(self, storage: torch.UntypedStorage, key: int) -> None:
         # The storage object lives as long as its memory; the hook does not keep it alive.
         finalizer = weakref.finalize(storage, self._note_free, key)
         finalizer.atexit = False
+
+    def _move(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """From now on the memory of ``tensor`` is that of ``result``."""
+        index = self._live.pop(tensor.untyped_storage()._cdata, None)
+        if index is not None:
+            storage = result.untyped_storage()
+            self._live[storage._cdata] = index
+            self._watch(storage, storage._cdata)
+
+    def _made_by(self, tensor: torch.Tensor) -> int | None:
+        """Number of the autograd node during which a tensor's memory was allocated."""
+        index = self._find(tensor)
+        return None if index is None else self._makers.get(index)
 
     def _add(
         self,
@@ -160,6 +181,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> int:
         index = len(self._allocations)
         module = self.current_module() if module is None else module
+        if self.phase == "backward" and (node := torch._C._current_autograd_node()) is not None:
+            self._makers[index] = node._sequence_nr()
         self._allocations.append(
             Allocation(nbytes, category, module, operation, self.phase, self.step, possible)
         )

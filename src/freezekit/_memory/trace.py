@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from freezekit._collector import collector_of_new_objects
 from freezekit._memory.as_real import as_real
 from freezekit._memory.cuda_functions import CudaFunctions
-from freezekit._memory.cuda_rules import Capability, CudaRules
+from freezekit._memory.cuda_rules import CudaRules
+from freezekit._memory.devices import A100, Target
 from freezekit._memory.events import EventStream
 from freezekit._memory.nested import tensors_in
 from freezekit._memory.optimizers import as_on_cuda
@@ -55,8 +56,7 @@ def trace(
     plan: Steps,
     *,
     optimizer: Optimizer | None = None,
-    capability: Capability = (8, 0),
-    torch_version: tuple[int, int] = (2, 13),
+    target: Target = A100,
     frozen: frozenset[str] = frozenset(),
 ) -> Traced:
     """Run the plan's steps on fake twins of the model and its inputs.
@@ -66,8 +66,7 @@ def trace(
         inputs: what its forward gets.
         plan: the loop.
         optimizer: a live optimizer over the model's parameters, whose twin takes the steps.
-        capability: the GPU's.
-        torch_version: of the torch that will run.
+        target: the GPU and the torch that will run.
         frozen: FQNs of parameters that are taken for frozen, whatever they are.
 
     Raises:
@@ -76,11 +75,10 @@ def trace(
     """
     compiled, model = eager(model)
     _check_tensors(model)
-    settings = (capability, torch_version)
     # (The compiler is not imported for models that do not use it.)
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with collector_of_new_objects(), stance:
-        traced = _attempt(model, inputs, plan, optimizer, settings, frozen)
+        traced = _attempt(model, inputs, plan, optimizer, target, frozen)
     if compiled:
         note = "compiled code is estimated as the eager module inside it"
         traced = replace(traced, assumptions=(note, *traced.assumptions))
@@ -92,14 +90,14 @@ def _attempt(
     inputs: Any,
     plan: Steps,
     optimizer: Optimizer | None,
-    settings: tuple[Capability, tuple[int, int]],
+    target: Target,
     frozen: frozenset[str],
 ) -> Traced:
     def fake(*, checks_hold: bool) -> Traced:
         return _in_first_way(
             plan,
             lambda way: _trace_fake(
-                way, model, inputs, plan, optimizer, settings, frozen, checks_hold=checks_hold
+                way, model, inputs, plan, optimizer, target, frozen, checks_hold=checks_hold
             ),
         )
 
@@ -122,9 +120,7 @@ def _attempt(
     if on_meta or not may_need_data:
         raise failure
     reason = str(failure.__cause__).split("\n")[0] or type(failure.__cause__).__name__
-    traced = _in_first_way(
-        plan, lambda way: _trace_real(way, model, inputs, plan, settings, frozen)
-    )
+    traced = _in_first_way(plan, lambda way: _trace_real(way, model, inputs, plan, target, frozen))
     note = f"run for real on the CPU: a trace without data fails ({reason})"
     return replace(traced, assumptions=(*traced.assumptions, note))
 
@@ -176,7 +172,7 @@ def _trace_fake(
     inputs: Any,
     plan: Steps,
     optimizer: Optimizer | None,
-    settings: tuple[Capability, tuple[int, int]],
+    target: Target,
     frozen: frozenset[str],
     *,
     checks_hold: bool,
@@ -187,8 +183,8 @@ def _trace_fake(
     if optimizer is not None:
         twin_optimizer = as_on_cuda(shadow.copy(optimizer))
         plan = replace(plan, optimizer=lambda _: twin_optimizer)
-    recorder = Recorder(CudaRules(*settings), shadow.known, checks_hold=checks_hold)
-    functions = CudaFunctions(settings[0], answers=recorder.answers)
+    recorder = Recorder(CudaRules(target), shadow.known, checks_hold=checks_hold)
+    functions = CudaFunctions(target.capability, answers=recorder.answers)
     # The random state is saved outside the mode, or it would be a fake one.
     with (
         _failures(recorder),
@@ -208,14 +204,14 @@ def _trace_real(
     model: nn.Module,
     inputs: Any,
     plan: Steps,
-    settings: tuple[Capability, tuple[int, int]],
+    target: Target,
     frozen: frozenset[str],
 ) -> Traced | None:
     twin, twin_inputs = copy.deepcopy((model, inputs))
     twin = twin.to("cpu")
     _freeze(twin, frozen)
-    functions = CudaFunctions(settings[0], real=True)
-    recorder = Recorder(CudaRules(*settings))
+    functions = CudaFunctions(target.capability, real=True)
+    recorder = Recorder(CudaRules(target))
     with _failures(recorder), torch.random.fork_rng(devices=()), functions:
         stream = way(
             recorder, twin, _to_cpu(twin_inputs), plan, after_forward=functions.autocast.clear
