@@ -5,13 +5,16 @@
     python benchmarks/memory_accuracy.py xmem FILE.csv [--family transformer]
     python benchmarks/memory_accuracy.py timm FILE.csv
     python benchmarks/memory_accuracy.py peft FILE.csv
+    python benchmarks/memory_accuracy.py events FOLDER
 
 ``cpu`` runs the same steps on fake and on real tensors and compares live bytes at every boundary
 of a step and at the peak; exit status 1 if a row differs that has no reason why. ``transformers``
 does so for a small model of every architecture that the installed release has. The others rebuild
 the runs of a table of measurements and print estimate, measurement and error for each: ``xmem``
 peaks of torchvision and transformers models, ``timm`` the growth with the batch size, ``peft``
-peaks of a Llama of which nearly everything is frozen.
+peaks of a Llama of which nearly everything is frozen. ``events`` holds a training step of a decoder
+against what was recorded of it on a GPU (the traces of ``allocator_replay.py``), allocation by
+allocation.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from _accuracy import decoder
 from _accuracy.adapters import (
     Experiment,
     build,
@@ -272,6 +276,38 @@ def _summarize_adapters(estimates: list[tuple[Experiment, int]]) -> None:
     _print_spread([abs(estimate / row.measured - 1) for row, estimate in estimates])
 
 
+def run_events(folder: Path) -> int:
+    """Compare traced steps with recorded ones, allocation by allocation; 1 unless all are equal."""
+    paths = [path for name in decoder.WORKLOADS if (path := folder / f"{name}.json.gz").exists()]
+    if not paths:
+        console.print(f"{folder}: expected files such as {next(iter(decoder.WORKLOADS))}.json.gz")
+        return 1
+    found = [decoder.compare(path) for path in track(paths, "traces", console=Console(stderr=True))]
+    table = Table(title="allocations of a step on a GPU and of a trace; peaks in MiB")
+    for header in (
+        "trace",
+        "recorded",
+        "traced",
+        "same, in order",
+        "peak, MiB",
+        "estimate",
+        "error",
+    ):
+        table.add_column(header, justify="left" if header == "trace" else "right")
+    for each in found:
+        table.add_row(
+            each.name,
+            f"{each.recorded:,}",
+            f"{each.traced:,}",
+            f"{each.same:,}",
+            f"{each.measured / MIB:,.1f}",
+            f"{each.estimated / MIB:,.1f}",
+            f"{100 * (each.estimated / each.measured - 1):+.2f} %",
+        )
+    console.print(table)
+    return 0 if all(each.exact for each in found) else 1
+
+
 def _print_spread(errors: list[float]) -> None:
     if errors:
         within = sum(error <= 0.1 for error in errors) / len(errors)
@@ -310,6 +346,8 @@ def main() -> int:
         metavar="TYPE",
         help="leave adapters of this type out (FROD decomposes every weight: many minutes)",
     )
+    events = commands.add_parser("events", help="steps recorded on a GPU, by allocation")
+    events.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     # The models' own remarks about token ids and checkpoints say nothing about memory.
     warnings.simplefilter("ignore")
@@ -319,6 +357,8 @@ def main() -> int:
         return run_transformers(arguments.names)
     if arguments.command == "timm":
         return run_timm(arguments.file)
+    if arguments.command == "events":
+        return run_events(arguments.folder)
     if arguments.command == "peft":
         return run_peft(arguments.file, arguments.skip)
     return run_xmem(arguments.file, arguments.family)

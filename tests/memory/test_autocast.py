@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from freezekit import MemoryEstimate, estimate_memory
 from freezekit._memory.autocast import FLOAT32, LOWER_PRECISION, PROMOTED
@@ -79,6 +80,24 @@ def test_casts_of_trainable_weights_are_kept_and_of_frozen_ones_not() -> None:
         ]
     assert len(casts[True]) == 1
     assert len(casts[False]) == 2
+
+
+def test_no_cast_is_kept_in_inference_mode() -> None:
+    """As torch 2.13 has it on the CPU: with ``no_grad`` a weight is cast once, here at each use."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    rows = torch.ones(4, 8)
+    made = []
+    for context in (torch.no_grad(), torch.inference_mode()):
+        record = profile(activities=[ProfilerActivity.CPU])
+        with record as run, context, torch.autocast("cpu", HALF):
+            for _ in range(3):
+                nn.functional.linear(rows, weight)
+        made.append(sum(e.count for e in run.key_averages() if e.key == "aten::_to_copy"))
+        functions = CudaFunctions()
+        with context, functions, torch.autocast("cpu", HALF):
+            results = [functions.autocast._cast_tensor(weight, HALF) for _ in range(3)]
+        made.append(len({id(result) for result in results}))
+    assert made == [3 + 1, 1, 3 + 3, 3]
 
 
 def test_the_kept_casts_go_with_the_forward_pass() -> None:

@@ -14,6 +14,7 @@ from freezekit._memory.cuda_rules import (
     efficient_backward,
     embedding_backward,
     flash_backward,
+    index_put,
 )
 
 MIB = 1 << 20
@@ -82,6 +83,14 @@ def test_embedding_backward_sorts_many_indices(count: int, temporaries: int) -> 
     gradient = torch.empty(count, 16, device="meta")
     indices = torch.empty(count, dtype=torch.long, device="meta")
     assert sum(embedding_backward([gradient, indices])) == temporaries
+
+
+def test_values_summed_by_index_are_sorted() -> None:
+    """As a trace of torch 2.11 shows: five lists of 512 indices, and a byte; else nothing."""
+    into, values = torch.empty(64, 16, device="meta"), torch.empty(512, 16, device="meta")
+    indices = [torch.empty(512, dtype=torch.long, device="meta"), None]
+    assert index_put([into, indices, values, True]) == [4096] * 5 + [1]
+    assert index_put([into, indices, values]) == []
 
 
 def test_statistics_of_norms_are_in_fp32() -> None:

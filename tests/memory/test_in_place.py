@@ -38,6 +38,21 @@ class Doubled(torch.autograd.Function):
         return gradient * 1 + gradient * 1
 
 
+def in_parts(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    left, right = y.chunk(2, -1)
+    return (left.exp() * left).sum() + (right.exp() * right).sum() + y.sin().sum()
+
+
+def variance_and_mean(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    variance, mean = torch.var_mean(y, dim=1)
+    return variance.exp().sum() + mean.exp().sum()
+
+
+def of_python(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    doubled: torch.Tensor = Doubled.apply(y)  # type: ignore[no-untyped-call]
+    return (doubled.exp() + y.sin()).sum()
+
+
 def retained(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y.retain_grad()
     return y.exp().sum() + y.sin().sum()
@@ -52,7 +67,7 @@ CASES: dict[str, Loss] = {
     "shared by three": lambda y, w: (y * 2 + y + y).sum(),
     "a transposed gradient": lambda y, w: ((y.t() @ w).exp() + y.exp()).sum(),
     "used twice with a weight": lambda y, w: ((y @ w).exp() @ w).exp().sum(),
-    "parts": lambda y, w: sum((part.exp() * part).sum() for part in y.chunk(2, -1)) + y.sin().sum(),  # type: ignore[return-value]
+    "parts": in_parts,
     "retained": retained,
     "gather": lambda y, w: y.gather(1, ROWS[:, None]).exp().sum(),
     "index": lambda y, w: y[ROWS].exp().sum(),
@@ -61,8 +76,8 @@ CASES: dict[str, Loss] = {
     "maximum": lambda y, w: (y - y.max(dim=1, keepdim=True)[0]).exp().sum(),
     "scatter": lambda y, w: y.scatter(0, ROWS.repeat(SIDE, 1), w).exp().sum(),
     "logits": lambda y, w: nn.functional.binary_cross_entropy_with_logits(y, w.detach()),
-    "variance and mean": lambda y, w: sum(part.exp().sum() for part in torch.var_mean(y, dim=1)),  # type: ignore[return-value]
-    "Python": lambda y, w: (Doubled.apply(y).exp() + y.sin()).sum(),
+    "variance and mean": variance_and_mean,
+    "Python": of_python,
 }
 
 
@@ -74,9 +89,9 @@ def loss_of(make: Loss) -> torch.Tensor:
 def unwatched(loss: torch.Tensor) -> list[int]:
     """Sizes of what the backward pass allocates, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     assert run.profiler is not None
-    found = run.profiler.kineto_results.events()  # type: ignore[union-attr]
+    found = run.profiler.kineto_results.events()
     return [e.nbytes() for e in found if e.name() == "[memory]" and e.nbytes() >= SIZE // 2]
 
 
@@ -87,7 +102,7 @@ def watched(make: Loss, mode: AbstractContextManager[Any] | None = None) -> Even
         with recorder.during("forward", 0):
             loss = loss_of(make)
         with recorder.during("backward", 0):
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             del loss
     return recorder.close()
 
@@ -130,7 +145,7 @@ def test_a_graph_of_the_backward_pass_adds_anew() -> None:
         loss = (y.exp() + y.sin()).sum()
         recorder = Recorder()
         with recorder, recorder.during("backward", 0):
-            loss.backward(create_graph=graph)
+            loss.backward(create_graph=graph)  # type: ignore[no-untyped-call]
         x.grad = None
         adds.append([each.operation for each in recorder.close().allocations].count("aten.add"))
     assert adds == [0, 1]

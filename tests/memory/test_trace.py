@@ -367,6 +367,21 @@ def test_a_cache_that_is_emptied_between_steps_is_not_reused() -> None:
     assert emptied.peak_allocated <= emptied.peak_reserved < kept.peak_reserved
 
 
+def test_operators_made_of_others_are_seen_in_inference_mode() -> None:
+    """There nobody takes them apart before; what their parts allocate is told all the same."""
+    found = []
+    for context in (torch.no_grad, torch.inference_mode):
+        recorder = Recorder()
+        data, seen = torch.rand(2, 4, 8, 16), torch.ones(8, 16, dtype=torch.bool)
+        with recorder, context():
+            mixed = torch.einsum("...qk,...kd->...qd", data, data.transpose(-1, -2))
+            mixed.transpose(1, 2).flatten(2).contiguous()
+            torch.where(seen, data, -torch.inf)
+        found.append([(each.operation, each.nbytes) for each in recorder.close().allocations])
+    assert found[0] == found[1]
+    assert ("aten.clone", 2 * 4 * 8 * 8 * 4) in found[0]
+
+
 def test_what_grows_is_not_repeated() -> None:
     """A step that leaves more than it found is not like the next."""
     allocations = tuple(Allocation(8, "temporaries", "", "", "forward", step) for step in (0, 1))

@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if func is _VALUE_OF and isinstance(args[0], FakeTensor):
             return self.answers.value(args[0])
+        if torch.is_inference_mode_enabled() and (parts := self._in_parts(func, args, kwargs)):
+            return parts[0]
         operation = _name_of(func)
         if self.device_rules is not None:
             self.device_rules.before(self, operation)
@@ -113,6 +115,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_results(operation, args, result)
         self.answers.follow(func, operation, args, kwargs or {}, result)
         return result
+
+    def _in_parts(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> tuple[Any, ...]:
+        """The result of an operator that is made of others, which are seen one by one; or nothing.
+
+        Else autograd's dispatch takes them apart before; in inference mode nobody does.
+        """
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        return () if result is NotImplemented else (result,)
 
     def _off_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """For a tensor on the meta device a fake twin on the CPU, always the same one."""
