@@ -208,9 +208,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(batch, length, width)`` to the same."""
         # (What a name holds is in use: the recorded one gives each result a name of its own.)
-        attended = self.attention(self.norms[0](x))
+        attended: torch.Tensor = self.attention(self.norms[0](x))
         between = x + attended
-        inner = self.inner(self.norms[1](between))
+        inner: torch.Tensor = self.inner(self.norms[1](between))
         return between + inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:

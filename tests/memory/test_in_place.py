@@ -118,6 +118,44 @@ def test_as_where_nobody_watches(case: str) -> None:
     assert in_backward(watched(CASES[case])) == unwatched(loss_of(CASES[case]))
 
 
+def test_a_whole_model_as_where_nobody_watches() -> None:
+    """BERT forward and backward: every allocation of a KiB or more, in order."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        attn_implementation="eager",
+    )
+    model = BertForMaskedLM(config).train()
+    ids = torch.randint(0, 96, (2, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert run.profiler is not None
+    events = run.profiler.kineto_results.events()
+    unseen = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() >= 1024]
+
+    model.zero_grad()
+    recorder = Recorder()
+    for tensor in (*model.parameters(), *model.buffers(), ids):
+        recorder.note(tensor, "parameters")
+    before = recorder.position
+    with recorder:
+        with recorder.during("forward", 0):
+            loss = model(input_ids=ids, labels=ids).loss
+        with recorder.during("backward", 0):
+            loss.backward()
+    found = [each.nbytes for each in recorder.close().allocations[before:] if each.nbytes >= 1024]
+    assert found == unseen
+    assert len(found) > 100
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_fake_tensors_as_real_ones(case: str) -> None:
     """The same of a graph of fake tensors."""
