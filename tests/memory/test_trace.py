@@ -20,6 +20,8 @@ from freezekit._memory.replay import replay
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_first_step, run_steps
 
+MIB = 1 << 20
+
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     """As CUDA has it by default: foreach."""
@@ -365,6 +367,25 @@ def test_a_cache_that_is_emptied_between_steps_is_not_reused() -> None:
     kept, emptied = replay(growing), replay(growing, emptied=(1,))
     assert emptied.peak_allocated == kept.peak_allocated
     assert emptied.peak_allocated <= emptied.peak_reserved < kept.peak_reserved
+
+
+def test_memory_that_a_parameter_gives_up_is_free() -> None:
+    """An optimizer that puts a new tensor in ``p.data`` holds no old one."""
+
+    class Rebinding(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data - 0.1 * parameter.grad
+
+    model = nn.Linear(1024, 1024, bias=False)
+    estimate = estimate_memory(model, torch.empty(1, 1024, device="meta"), optimizer=Rebinding)
+    ends = [p.end_allocated for p in estimate.timeline if p.phase == "optimizer"]
+    # The weight, its gradient, and cuBLAS's two workspaces.
+    assert ends[-1] == pytest.approx(8 * MIB + 2 * 8_519_680, abs=MIB)
 
 
 def test_operators_made_of_others_are_seen_in_inference_mode() -> None:

@@ -75,11 +75,10 @@ class CudaRules:
         elif operation in NORMS:
             _float_statistics(recorder, args, result)
         elif operation in TEMPORARIES:
-            for nbytes in TEMPORARIES[operation](args):
-                recorder.transient(nbytes, operation, "temporaries")
+            recorder.transients(TEMPORARIES[operation](args), operation, "temporaries")
         else:
-            for nbytes in reduction_workspace(operation, args, self._threads):
-                recorder.transient(nbytes, f"{operation} workspace")
+            sizes = reduction_workspace(operation, args, self._threads)
+            recorder.transients(sizes, f"{operation} workspace", "workspaces")
 
 
 NORMS = frozenset({"aten.native_layer_norm", "aten.native_group_norm"})
@@ -110,7 +109,7 @@ def flash_backward(args: Arguments) -> list[int]:
     if key.shape[1] != heads:
         expanded = batch * key.shape[2] * heads * head * key.element_size()
         temporaries += [expanded, expanded]
-    return _together(temporaries)
+    return temporaries
 
 
 def efficient_backward(args: Arguments) -> list[int]:
@@ -123,7 +122,7 @@ def efficient_backward(args: Arguments) -> list[int]:
     temporaries = [batch * heads * (-(-length // 32) * 32) * 4]
     if query.dtype in _HALF:
         temporaries.append(4 * (query.numel() + 2 * key.numel()))
-    return _together(temporaries)
+    return temporaries
 
 
 def embedding_backward(args: Arguments) -> list[int]:
@@ -136,7 +135,7 @@ def embedding_backward(args: Arguments) -> list[int]:
     count = indices.numel()
     if count <= 3072:
         return []
-    return _together([*[count * 8] * 4, count * gradient.shape[-1] * 4])
+    return [*[count * 8] * 4, count * gradient.shape[-1] * 4]
 
 
 def index_put(args: Arguments) -> list[int]:
@@ -150,11 +149,7 @@ def index_put(args: Arguments) -> list[int]:
     return [*[count * 8] * 5, 1]
 
 
-def _together(sizes: list[int]) -> list[int]:
-    # They are alive at the same time: as one block they are, up to rounding.
-    return [sum(sizes)]
-
-
+# What each has at the same time, in order of allocation.
 TEMPORARIES: Mapping[str, Callable[[Arguments], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward": flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward": efficient_backward,

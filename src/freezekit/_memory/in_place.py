@@ -36,11 +36,8 @@ _FILLS = frozenset(
 )
 # Nodes that add two results of their own, and one that goes on with its first.
 _ADDS_ITSELF = frozenset({"VarMeanBackward0", "StdMeanBackward0"})
-_CHAINED = {
-    "BinaryCrossEntropyWithLogitsBackward0": frozenset(
-        {torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor}
-    )
-}
+_CHAINS = "BinaryCrossEntropyWithLogitsBackward0"
+_CHAINED = frozenset({torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor})
 
 
 def computed_in_place(
@@ -53,16 +50,16 @@ def computed_in_place(
         args: its arguments.
         made_by: the number of the autograd node in which a tensor's memory was allocated.
     """
+    if not (func is _ADD or func in _FILLS or func in _CHAINED) or torch.is_grad_enabled():
+        return False
     node: Any = torch._C._current_autograd_node()
-    if node is None or torch.is_grad_enabled() or not _from_engine():
+    if node is None or not _from_engine():
         return False
     if func is _ADD:
-        if node.name() in _ADDS_ITSELF:
-            return False
-        return _same_kind(*args[:2]) and _is_sole(args[0])
-    if func in _FILLS or func in _CHAINED.get(node.name(), ()):
-        return bool(made_by(args[0]) == node._sequence_nr())
-    return False
+        return node.name() not in _ADDS_ITSELF and _same_kind(*args[:2]) and _is_sole(args[0])
+    if func in _CHAINED and node.name() != _CHAINS:
+        return False
+    return bool(made_by(args[0]) == node._sequence_nr())
 
 
 def _from_engine() -> bool:

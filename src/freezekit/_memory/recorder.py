@@ -293,6 +293,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._add(nbytes, category, operation, possible=possible)
         self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
 
+    def transients(self, sizes: Sequence[int], operation: str, category: Category) -> None:
+        """Note memory that is taken together and returned at once, the last first."""
+        indices = [self._add(nbytes, category, operation) for nbytes in sizes]
+        self._events += [
+            Event(index, is_alloc=False, phase=self.phase, step=self.step)
+            for index in reversed(indices)
+        ]
+
     def resize(self, tensor: torch.Tensor, nbytes: int) -> None:
         """Say how large a known tensor's memory is on the device."""
         index = self._find(tensor)

@@ -53,6 +53,11 @@ class Shadow:
         with self.mode, _TensorCopies(self.tensor):
             return copy.deepcopy(value, self._memo)
 
+    def let_go(self) -> None:
+        """Hold no twin any longer: memory that the twins' code gives up is free then."""
+        self._storages.clear()
+        self._memo.clear()
+
     def inputs(self, value: Any) -> Any:
         """Fake twins of the tensors in nested containers; anything else as it is."""
         if isinstance(value, torch.Tensor):

@@ -183,6 +183,7 @@ def _trace_fake(
     if optimizer is not None:
         twin_optimizer = as_on_cuda(shadow.copy(optimizer))
         plan = replace(plan, optimizer=lambda _: twin_optimizer)
+    shadow.let_go()
     recorder = Recorder(CudaRules(target), shadow.known, checks_hold=checks_hold)
     functions = CudaFunctions(target.capability, answers=recorder.answers)
     # The random state is saved outside the mode, or it would be a fake one.
