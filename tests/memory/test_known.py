@@ -184,3 +184,29 @@ def test_given_data_is_not_written_to() -> None:
     assert not assumed(estimate_memory(model, ids, optimizer="sgd"))
     assert ids.tolist() == [[1, 2]]
     assert int(model.seen) == 0
+
+
+def test_numbers_that_a_module_keeps_beside_its_buffers_are_known() -> None:
+    """A plain attribute is met by the deep copy: its values are data, and no fake tensor's."""
+
+    class Placing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.Parameter(torch.rand(3))
+            self.places = {"default": torch.tensor([[0, 1, 2], [3, 2, 1]])}
+            self.found: list[Any] = _Shared()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = self.places["default"].clone()
+            places[0, :] += 1
+            self.found.append(places.sum().item())
+            inside = (places[0] < 4) & (places[1] < 4)
+            weight = torch.zeros(4, 4)
+            weight[places[0][inside], places[1][inside]] = self.values[inside]
+            return x @ weight
+
+    model = Placing()
+    estimate = estimate_memory(model, torch.rand(2, 4), optimizer=None, steps=1)
+    assert model.found == [0 + 1 + 2 + 3 + 3 + 2 + 1]
+    assert assumed(estimate) == []
+    assert model.places["default"].tolist() == [[0, 1, 2], [3, 2, 1]]

@@ -53,7 +53,11 @@ class KnownValues:
         """Say whose twin a fake tensor is: its values are known, if they are whole numbers."""
         if original.is_meta or original.is_floating_point() or original.is_complex():
             return
-        if original.numel() <= _LIMIT and original.layout is torch.strided:
+        if original.numel() > _LIMIT or original.layout is not torch.strided:
+            return
+        # (Tensors that are met by a deep copy come while the fake mode is entered: a copy made in
+        # it would be a fake one, and to compute with that as if it had data ends the process.)
+        with torch._C._DisableTorchDispatch():
             twin.__dict__[_VALUES] = original.detach().to("cpu", copy=True)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
