@@ -12,13 +12,18 @@ from freezekit import estimate_memory
 from freezekit._memory.convolutions import convolution_workspaces
 from freezekit._memory.cuda_functions import attention_backend
 from freezekit._memory.cuda_rules import CudaRules
-from freezekit._memory.devices import Target
+from freezekit._memory.devices import Capability, Target, target_for
 from freezekit._memory.recorder import Recorder
 from freezekit._memory.shadow import Shadow
 from freezekit._memory.steps import Steps, run_steps
 
-A100, RTX_3060, V100 = (8, 0), (8, 6), (7, 0)
 MIB = 1 << 20
+A100, RTX_3060, V100 = (8, 0), (8, 6), (7, 0)
+
+
+def workspaces(operation: str, args: Any, capability: Capability) -> Any:
+    """On the largest GPU of this capability."""
+    return convolution_workspaces(operation, args, target_for("cuda", capability, (2, 13)))
 
 
 def forward(
@@ -52,8 +57,8 @@ WIDE_OUTPUT = meta(128, 64, 224, 224)
 
 def test_the_forward_copies_its_input_and_the_backward_both() -> None:
     """fp32 on an A100: 12.25 MiB an image forward, 24.5 MiB in each half of the backward."""
-    ((ahead, _),) = convolution_workspaces("aten.convolution", WIDE, A100)
-    (data, _), (weight, _) = convolution_workspaces(
+    ((ahead, _),) = workspaces("aten.convolution", WIDE, A100)
+    (data, _), (weight, _) = workspaces(
         "aten.convolution_backward", backward(WIDE, WIDE_OUTPUT, True, True), A100
     )
     assert ahead / MIB / 128 == pytest.approx(12.251, rel=0.01)
@@ -66,13 +71,13 @@ def test_the_gradient_of_a_weight_is_summed_in_parts() -> None:
 
     It decides whether the block that the other half of the backward left behind is large enough.
     """
-    (data, _), (weight, _) = convolution_workspaces(
+    (data, _), (weight, _) = workspaces(
         "aten.convolution_backward", backward(WIDE, WIDE_OUTPUT, True, True), A100
     )
     weight_bytes = 4 * 64 * 64 * 9
     assert weight - data == (108 // 5 - 1) * weight_bytes
     wide = forward(meta(8, 512, 28, 28), meta(512, 512, 3, 3))
-    (data, _), (weight, _) = convolution_workspaces(
+    (data, _), (weight, _) = workspaces(
         "aten.convolution_backward", backward(wide, meta(8, 512, 28, 28), True, True), A100
     )
     assert weight == data
@@ -82,7 +87,7 @@ def test_the_gradient_of_a_weight_is_summed_in_parts() -> None:
 def test_images_are_read_as_they_are(kernel: int, taken: bool) -> None:
     """In the backward only under small kernels: ResNet's first layer has 7 by 7."""
     images = forward(meta(8, 3, 32, 32), meta(16, 3, kernel, kernel), 1, kernel // 2)
-    ((weight, _),) = convolution_workspaces(
+    ((weight, _),) = workspaces(
         "aten.convolution_backward", backward(images, meta(8, 16, 32, 32), False, True), A100
     )
     assert (weight > 0) is taken
@@ -92,8 +97,8 @@ def test_a_gradient_that_nobody_wants_takes_none() -> None:
     """A frozen weight, and a first layer's input, have no gradient and no workspace."""
     frozen = backward(WIDE, WIDE_OUTPUT, True, False)
     first = backward(WIDE, WIDE_OUTPUT, False, True)
-    assert len(convolution_workspaces("aten.convolution_backward", frozen, A100)) == 1
-    assert len(convolution_workspaces("aten.convolution_backward", first, A100)) == 1
+    assert len(workspaces("aten.convolution_backward", frozen, A100)) == 1
+    assert len(workspaces("aten.convolution_backward", first, A100)) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,13 +147,13 @@ def test_a_gradient_that_nobody_wants_takes_none() -> None:
 )
 def test_what_a_forward_takes(call: tuple[Any, ...], capability: Any, bytes_: int) -> None:
     """By dtype, layout, kind of convolution and card."""
-    ((taken, _),) = convolution_workspaces("aten.convolution", call, capability)
+    ((taken, _),) = workspaces("aten.convolution", call, capability)
     assert taken == bytes_
 
 
 def test_other_operators_take_none() -> None:
     """Only convolutions are asked about."""
-    assert convolution_workspaces("aten.mm", (), A100) == ()
+    assert workspaces("aten.mm", (), A100) == ()
 
 
 def test_a_workspace_lives_between_the_results() -> None:

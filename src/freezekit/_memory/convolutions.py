@@ -28,13 +28,15 @@ from typing import Any, Literal
 
 import torch
 
+from freezekit._memory.devices import Target
+
 __all__ = ["convolution_workspaces"]
 
 Direction = Literal["forward", "backward_data", "backward_filter"]
 
-# Multiprocessors of the GPUs with TF32 at eight times the rate of fp32 (on 8.6, 8.9 and 12.0 it is
-# at most twice): A100, H100, B200.
-_FAST_TF32 = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+# TF32 has eight times the rate of fp32 on A100, H100 and B200; on 8.6, 8.9 and 12.0 it is at most
+# twice.
+_FAST_TF32 = frozenset({(8, 0), (9, 0), (10, 0)})
 # Rows and columns of the weight's gradient that one thread block of the usual kernels computes.
 _TILE = 128
 _HALF = (torch.float16, torch.bfloat16)
@@ -42,7 +44,7 @@ _IMAGE_CHANNELS = 4
 
 
 def convolution_workspaces(
-    operation: str, args: Sequence[Any], capability: tuple[int, int]
+    operation: str, args: Sequence[Any], target: Target
 ) -> tuple[tuple[int, int], ...]:
     """Bytes of workspace taken, and possible beside, for each result of a convolution, in order.
 
@@ -55,7 +57,7 @@ def convolution_workspaces(
         transposed, groups = args[6], args[8]
         output = _output_shape(data, weight, args)
         direction: Direction = "backward_data" if transposed else "forward"
-        return (_workspace(direction, data, weight, output, groups, capability),)
+        return (_workspace(direction, data, weight, output, groups, target),)
     if operation != "aten.convolution_backward":
         return ()
     gradient, data, weight = args[0], args[1], args[2]
@@ -65,7 +67,7 @@ def convolution_workspaces(
         "backward_filter",
     )
     return tuple(
-        _workspace(direction, data, weight, gradient.shape, groups, capability)
+        _workspace(direction, data, weight, gradient.shape, groups, target)
         for direction, wanted in zip(directions, mask, strict=False)
         if wanted
     )
@@ -77,7 +79,7 @@ def _workspace(
     weight: torch.Tensor,
     output: Sequence[int],
     groups: int,
-    capability: tuple[int, int],
+    target: Target,
 ) -> tuple[int, int]:
     half = data.dtype in _HALF
     own = _is_depthwise(data, weight, groups) or _is_channels_last(data)
@@ -85,9 +87,9 @@ def _workspace(
         return 0, 0
     both = sum(_copy_bytes(shape, data.itemsize) for shape in (weight.shape, data.shape, output))
     if half:
-        return (both if capability >= (7, 0) else 0), both
+        return (both if target.capability >= (7, 0) else 0), both
     space = weight.shape[2:]
-    if capability not in _FAST_TF32 or prod(space) == 1:
+    if target.capability not in _FAST_TF32 or prod(space) == 1:
         return 0, both
     if data.shape[1] <= _IMAGE_CHANNELS:
         return (0 if direction == "forward" or max(space) <= 3 else both), both
@@ -95,7 +97,7 @@ def _workspace(
     if direction == "forward":
         taken -= _copy_bytes(output, data.itemsize)
     elif direction == "backward_filter" and groups == 1:
-        more = _parts(weight.shape, _FAST_TF32[capability]) - 1
+        more = _parts(weight.shape, target.multiprocessors) - 1
         taken += more * _copy_bytes(weight.shape, data.itemsize)
     return taken, both
 

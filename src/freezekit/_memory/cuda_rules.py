@@ -49,8 +49,7 @@ class CudaRules:
     def __init__(self, target: Target = A100) -> None:
         self._cublas, self._cublas_kept = cublas_workspace(target.capability, target.torch_version)
         self._handles: set[bool] = set()
-        self._capability = target.capability
-        self._threads = target.threads
+        self._target = target
 
     def before(self, recorder: Recorder, operation: str) -> None:
         """cuBLAS: a workspace at a thread's first product.
@@ -66,7 +65,7 @@ class CudaRules:
 
     def workspaces(self, operation: str, args: Arguments) -> Sequence[tuple[int, int]]:
         """cuDNN: what convolutions take while they run, and may take by another choice."""
-        return convolution_workspaces(operation, args, self._capability)
+        return convolution_workspaces(operation, args, self._target)
 
     def after(self, recorder: Recorder, operation: str, args: Arguments, result: Any) -> None:
         """What an operator had beside its results while it ran."""
@@ -77,7 +76,7 @@ class CudaRules:
         elif operation in TEMPORARIES:
             recorder.transients(TEMPORARIES[operation](args), operation, "temporaries")
         else:
-            sizes = reduction_workspace(operation, args, self._threads)
+            sizes = reduction_workspace(operation, args, self._target.threads)
             recorder.transients(sizes, f"{operation} workspace", "workspaces")
 
 
