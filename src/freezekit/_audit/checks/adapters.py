@@ -94,7 +94,7 @@ def constant_learns(context: AuditContext) -> Iterator[Finding]:
     peft's layers tell what they hold beside an adapter's weights (``other_param_names``), such as
     the rank that AdaLoRA divides by. Where it is trainable an optimizer changes it, and autograd
     keeps what it is multiplied with: in AdaLoRA the output of every adapter. peft 0.21.0 to 0.21.2
-    (measured) leave AdaLoRA so.
+    (measured) leave AdaLoRA so on a base in half precision, whose adapters they cast.
     """
     inventory = context.inventory
     found: dict[str, None] = {}
