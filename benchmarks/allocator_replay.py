@@ -11,8 +11,6 @@ and the final and peak byte counts agree. Exit status 1 if any file is not.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,9 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from _traces import SUFFIX, read_trace
 from freezekit._memory.allocator import Block, CachingAllocator, Segment
-
-FORMAT = "cuda-caching-allocator-events/1"
 
 
 @dataclass(slots=True)
@@ -140,14 +137,9 @@ def replay(path: Path) -> Replay:
     Raises:
         ValueError: the file is not of the format.
     """
-    with gzip.open(path, "rt") as file:
-        trace = json.load(file)
-    if trace.get("format") != FORMAT:
-        raise ValueError(
-            f"{path.name}: expected the format {FORMAT!r}, got {trace.get('format')!r}"
-        )
+    trace = read_trace(path)
     start = time.perf_counter()
-    replayer = _Replayer(path.name.removesuffix(".json.gz"), trace)
+    replayer = _Replayer(path.name.removesuffix(SUFFIX), trace)
     result = replayer.run()
     result.seconds = time.perf_counter() - start
     counters = replayer.allocator.counters
@@ -194,9 +186,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
-    paths = sorted(folder.glob("*.json.gz"))
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
-        parser.error(f"no *.json.gz in {folder}")
+        parser.error(f"no *{SUFFIX} in {folder}")
     results = [replay(path) for path in paths]
     show(results)
     return 0 if all(result.exact for result in results) else 1

@@ -49,6 +49,7 @@ from _accuracy.cpu import CASES, Case, Comparison, compare
 from _accuracy.ranks import spearman
 from _accuracy.vision import estimate_slope, read_slope
 from _accuracy.xmem import Row, build_row, estimate_built, read_row
+from _traces import SUFFIX
 from freezekit.errors import FreezekitError
 
 MIB = 1 << 20
@@ -278,9 +279,9 @@ def _summarize_adapters(estimates: list[tuple[Experiment, int]]) -> None:
 
 def run_events(folder: Path) -> int:
     """Compare traced steps with recorded ones, allocation by allocation; 1 unless all are equal."""
-    paths = [path for name in decoder.WORKLOADS if (path := folder / f"{name}.json.gz").exists()]
+    paths = [path for name in decoder.WORKLOADS if (path := folder / f"{name}{SUFFIX}").exists()]
     if not paths:
-        console.print(f"{folder}: expected files such as {next(iter(decoder.WORKLOADS))}.json.gz")
+        console.print(f"{folder}: expected files such as {next(iter(decoder.WORKLOADS))}{SUFFIX}")
         return 1
     found = [decoder.compare(path) for path in track(paths, "traces", console=Console(stderr=True))]
     table = Table(title="allocations of a step on a GPU and of a trace; peaks in MiB")

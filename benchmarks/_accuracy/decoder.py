@@ -8,8 +8,6 @@ All that they show of a step is the sizes that the allocator was asked for, in o
 from __future__ import annotations
 
 import difflib
-import gzip
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from _traces import SUFFIX, read_trace
 from freezekit import MemoryEstimate, estimate_memory
 
 __all__ = ["WORKLOADS", "Comparison", "Workload", "compare"]
@@ -68,13 +67,10 @@ def compare(path: Path) -> Comparison:
     Raises:
         ValueError: not a file of that format, or of another model.
     """
-    name = path.name.removesuffix(".json.gz")
+    name = path.name.removesuffix(SUFFIX)
     if name not in WORKLOADS:
         raise ValueError(f"{path}: expected a trace of {', '.join(WORKLOADS)}")
-    with gzip.open(path, "rt") as file:
-        found = json.load(file)
-    if found.get("format") != "cuda-caching-allocator-events/1":
-        raise ValueError(f"{path}: format {found.get('format')!r} is not known")
+    found = read_trace(path)
     recorded = [size for operation, _, size in found["events"] if operation == "a"]
     estimate = _estimate(WORKLOADS[name])
     traced = _last_step(estimate)

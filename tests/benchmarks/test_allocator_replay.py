@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import allocator_replay
+from _traces import FORMAT
 from freezekit._memory.allocator import Block, CachingAllocator
 
 
@@ -36,7 +37,7 @@ def record(steps: int = 200) -> dict[str, Any]:
         live.append(block_)
     counters = allocator.counters
     return {
-        "format": allocator_replay.FORMAT,
+        "format": FORMAT,
         "initial": {"segments": []},
         "events": events,
         "expected": {

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from _accuracy import decoder
+from _traces import FORMAT
 from memory_accuracy import run_events
 
-FORMAT = "cuda-caching-allocator-events/1"
 NAME = "wed_train_fp32_s128"
 
 
@@ -51,7 +51,9 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Of another model, of another format, or none at all."""
     with pytest.raises(ValueError, match="expected a trace of wed_inference_amp_s512"):
         decoder.compare(tmp_path / "other.json.gz")
-    with pytest.raises(ValueError, match="format 'other/1' is not known"):
+    with pytest.raises(
+        ValueError, match=r"train_fp32_s128\.json\.gz: expected the format .* got 'other/1'"
+    ):
         decoder.compare(record(tmp_path, [512], "other/1"))
     assert run_events(tmp_path / "nowhere") == 1
     said = " ".join(capsys.readouterr().out.split())

@@ -16,10 +16,9 @@ from torch.nn import functional
 from freezekit._memory.answers import DATA_FUNCTIONS, Answers, DataFunctions
 from freezekit._memory.autocast import CudaAutocast
 from freezekit._memory.cudnn_rnn import RNN_KINDS, cudnn_rnn
+from freezekit._memory.devices import Capability
 
 __all__ = ["CudaFunctions", "attention_backend"]
-
-Capability = tuple[int, int]
 
 # Python functions whose body calls functions that are replaced. The backward pass does: it runs
 # checkpointed forwards again.

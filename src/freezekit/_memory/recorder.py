@@ -205,7 +205,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_free(self, key: int) -> None:
         index = self._live.pop(key, None)
         if index is not None and not self._closed:
-            self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
 
     def categorize(
         self, tensor: torch.Tensor, category: Category, *, like: torch.Tensor | None = None
@@ -290,16 +293,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         possible: int = 0,
     ) -> None:
         """Note memory that is taken and returned at once, or may be."""
-        index = self._add(nbytes, category, operation, possible=possible)
-        self._events.append(Event(index, is_alloc=False, phase=self.phase, step=self.step))
+        self._end(self._add(nbytes, category, operation, possible=possible))
 
     def transients(self, sizes: Sequence[int], operation: str, category: Category) -> None:
         """Note memory that is taken together and returned at once, the last first."""
         indices = [self._add(nbytes, category, operation) for nbytes in sizes]
-        self._events += [
-            Event(index, is_alloc=False, phase=self.phase, step=self.step)
-            for index in reversed(indices)
-        ]
+        for index in reversed(indices):
+            self._end(index)
 
     def resize(self, tensor: torch.Tensor, nbytes: int) -> None:
         """Say how large a known tensor's memory is on the device."""
