@@ -18,17 +18,26 @@ GIB = 1 << 30
         ("T4", "Tesla T4"),
         ("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
         ("H200", "NVIDIA H200"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("V100 32GB", "Tesla V100-SXM2-32GB"),
+        ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+        # Two that are alike in all that is told of them.
+        ("A100 80GB", "NVIDIA A100-SXM4-80GB"),
     ],
 )
 def test_names(name: str, found: str) -> None:
-    """With or without the maker's words, in any case."""
+    """With or without the maker's words, in any case; or by what no other one has."""
     assert find_gpu(name).name == found
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("A100", "near names: NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB"),
+        ("A100", "'A100' may be any of NVIDIA A100-PCIE-40GB, NVIDIA A100-SXM4-40GB, NVIDIA"),
+        ("RTX 6000", "may be any of NVIDIA RTX 6000 Ada Generation, NVIDIA RTX PRO 6000"),
+        ("H100 SXM", "unknown GPU 'H100 SXM'; near names: NVIDIA H100 PCIe, NVIDIA H100 80GB"),
+        # Never the 5070 Ti for it.
+        ("RTX 5070", "unknown GPU 'RTX 5070'; near names: NVIDIA GeForce RTX 5070 Ti"),
         ("GTX 9999", "near names: "),
         ("Voodoo", r"unknown GPU 'Voodoo' \(or give its memory, such as '11GiB'\)"),
     ],

@@ -185,7 +185,7 @@ def test_nothing_trainable_is_an_inference_estimate() -> None:
 
 @pytest.mark.parametrize(
     ("size", "nbytes"),
-    [("11GiB", 11 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), ("512", 512), (7, 7)],
+    [("11GiB", 11 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), ("512B", 512), (7, 7)],
 )
 def test_sizes(size: str | int, nbytes: int) -> None:
     """GiB are powers of 1024, GB of 1000."""
@@ -209,6 +209,12 @@ def test_what_is_no_size(size: Any) -> None:
     """A budget that is no size is an error with the value."""
     with pytest.raises(ValueError, match="expected a size such as '11GiB' or a number of bytes"):
         parse_size(size)
+
+
+def test_a_number_without_a_unit() -> None:
+    """It is not taken for bytes: who writes "24" means a card of 24 GiB."""
+    with pytest.raises(ValueError, match="'24' says no unit: expected a size such as '24GiB'"):
+        parse_size("24")
 
 
 def test_inputs_that_do_not_fit() -> None:

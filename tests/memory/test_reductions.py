@@ -106,7 +106,7 @@ def test_threads_of_a_gpu() -> None:
         assert target_for(name, None, (2, 13)).threads == threads
     assert target_for("cuda", (8, 6), (2, 13)).multiprocessors == 84
     assert target_for("cuda", (5, 2), (2, 13)).multiprocessors == 108
-    assert all(10 <= gpu.multiprocessors <= 170 for gpu in GPUS)
+    assert all(10 <= gpu.multiprocessors <= 188 for gpu in GPUS)
     assert find_gpu("RTX 3060").multiprocessors == 28
     with pytest.raises(ValueError, match="unknown GPU 'RTX 9999'"):
         target_for("RTX 9999", None, (2, 13))

@@ -54,13 +54,16 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("NVIDIA GeForce GTX 1070", 7.92, 6, 1, 15),
     _gpu("NVIDIA GeForce GTX 1080", 7.92, 6, 1, 20),
     _gpu("NVIDIA GeForce GTX 1080 Ti", 10.91, 6, 1, 28),
+    _gpu("NVIDIA GeForce GTX 1650", 3.81, 7, 5, 14),
     _gpu("NVIDIA GeForce GTX 1660 Ti", 5.80, 7, 5, 24),
     _gpu("NVIDIA TITAN Xp", 11.91, 6, 1, 30),
     _gpu("NVIDIA TITAN V", 11.77, 7, 0, 80),
     _gpu("NVIDIA TITAN RTX", 23.65, 7, 5, 72),
     _gpu("NVIDIA GeForce RTX 2060", 5.80, 7, 5, 30),
     _gpu("NVIDIA GeForce RTX 2070", 7.79, 7, 5, 36),
+    _gpu("NVIDIA GeForce RTX 2070 SUPER", 7.78, 7, 5, 40),
     _gpu("NVIDIA GeForce RTX 2080", 7.79, 7, 5, 46),
+    _gpu("NVIDIA GeForce RTX 2080 SUPER", 7.79, 7, 5, 48),
     _gpu("NVIDIA GeForce RTX 2080 Ti", 10.75, 7, 5, 68),
     _gpu("NVIDIA GeForce RTX 3060", 11.75, 8, 6, 28),
     _gpu("NVIDIA GeForce RTX 3060 Ti", 7.78, 8, 6, 38),
@@ -70,17 +73,25 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("NVIDIA GeForce RTX 3090", 23.68, 8, 6, 82),
     _gpu("NVIDIA GeForce RTX 3090 Ti", 23.68, 8, 6, 84),
     _gpu("NVIDIA GeForce RTX 4060", 7.74, 8, 9, 24),
+    _gpu("NVIDIA GeForce RTX 4060 Ti 8GB", 7.61, 8, 9, 34),
     _gpu("NVIDIA GeForce RTX 4060 Ti 16GB", 15.59, 8, 9, 34),
     _gpu("NVIDIA GeForce RTX 4070", 11.72, 8, 9, 46),
     _gpu("NVIDIA GeForce RTX 4070 Ti", 11.72, 8, 9, 60),
+    _gpu("NVIDIA GeForce RTX 4070 Ti SUPER", 15.69, 8, 9, 66),
     _gpu("NVIDIA GeForce RTX 4080", 15.70, 8, 9, 76),
+    _gpu("NVIDIA GeForce RTX 4080 SUPER", 15.57, 8, 9, 80),
     _gpu("NVIDIA GeForce RTX 4090", 23.64, 8, 9, 128),
+    _gpu("NVIDIA GeForce RTX 5060 Ti 16GB", 15.47, 12, 0, 36),
+    _gpu("NVIDIA GeForce RTX 5070 Ti", 15.46, 12, 0, 70),
     _gpu("NVIDIA GeForce RTX 5080", 15.47, 12, 0, 84),
     _gpu("NVIDIA GeForce RTX 5090", 31.36, 12, 0, 170),
     _gpu("NVIDIA RTX A4000", 15.72, 8, 6, 48),
     _gpu("NVIDIA RTX A5000", 23.68, 8, 6, 64),
     _gpu("NVIDIA RTX A6000", 47.54, 8, 6, 84),
-    _gpu("NVIDIA RTX 6000 Ada Generation", 47.50, 8, 9, 142),
+    _gpu("NVIDIA RTX 6000 Ada Generation", 44.43, 8, 9, 142),
+    _gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 94.97, 12, 0, 188),
+    _gpu("Quadro RTX 6000", 22.17, 7, 5, 72),
+    _gpu("Quadro RTX 8000", 47.45, 7, 5, 72),
     _gpu("Tesla P100-PCIE-16GB", 15.89, 6, 0, 56),
     _gpu("Tesla T4", 14.56, 7, 5, 40),
     _gpu("Tesla V100-SXM2-16GB", 15.77, 7, 0, 80),
@@ -89,41 +100,66 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("NVIDIA A10G", 21.99, 8, 6, 80),
     _gpu("NVIDIA A30", 23.50, 8, 0, 56),
     _gpu("NVIDIA A40", 44.34, 8, 6, 84),
+    _gpu("NVIDIA A100-PCIE-40GB", 39.38, 8, 0, 108),
     _gpu("NVIDIA A100-SXM4-40GB", 39.38, 8, 0, 108),
     _gpu("NVIDIA A100-SXM4-80GB", 79.15, 8, 0, 108),
+    _gpu("NVIDIA A100 80GB PCIe", 79.15, 8, 0, 108),
     _gpu("NVIDIA L4", 21.95, 8, 9, 58),
     _gpu("NVIDIA L40", 44.31, 8, 9, 142),
     _gpu("NVIDIA L40S", 44.31, 8, 9, 142),
     _gpu("NVIDIA H100 PCIe", 79.10, 9, 0, 114),
     _gpu("NVIDIA H100 80GB HBM3", 79.10, 9, 0, 132),
+    _gpu("NVIDIA H100 NVL", 93.00, 9, 0, 132),
+    _gpu("NVIDIA GH200 480GB", 94.50, 9, 0, 132),
     _gpu("NVIDIA H200", 139.71, 9, 0, 132),
     _gpu("NVIDIA B200", 178.35, 10, 0, 148),
 )
 
 
-def _plain(name: str) -> str:
+# Words of a name that people leave out.
+_LEFT_OUT = frozenset({"nvidia", "geforce", "tesla", "generation", "edition"})
+# Words that make another GPU of it.
+_OTHER = frozenset({"ti", "super"})
+_SERIES = frozenset({"rtx", "gtx", "titan"})
+
+
+def _words(name: str) -> tuple[str, ...]:
     words = name.lower().replace("-", " ").replace("_", " ").split()
-    return " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+    return tuple(word for word in words if word not in _LEFT_OUT)
 
 
 def find_gpu(name: str) -> Gpu:
-    """``find_gpu("RTX 2080 Ti")``: by the full name, or without the maker's words.
+    """``find_gpu("RTX 2080 Ti")``: by the full name, or by words that no other GPU's name has.
 
     Raises:
-        ValueError: no such GPU, or several; the nearest names are given.
+        ValueError: no such GPU, or several; their names, or the nearest ones, are given.
     """
-    wanted = _plain(name)
-    by_name = {_plain(gpu.name): gpu for gpu in GPUS}
-    if wanted in by_name:
-        return by_name[wanted]
-    starting = [gpu for plain, gpu in by_name.items() if plain.startswith(f"{wanted} ")]
-    if len(starting) == 1:
-        return starting[0]
-    near = [gpu.name for gpu in starting] or [
-        by_name[plain].name for plain in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.5)
-    ]
+    wanted = _words(name)
+    whole = [gpu for gpu in GPUS if "".join(_words(gpu.name)) == "".join(wanted)]
+    found = whole or [gpu for gpu in GPUS if wanted and _abbreviates(wanted, _words(gpu.name))]
+    if len({(gpu.memory, gpu.capability, gpu.multiprocessors) for gpu in found}) == 1:
+        return found[0]
+    otherwise = "(or give its memory, such as '11GiB')"
+    if found:
+        names = ", ".join(gpu.name for gpu in found)
+        raise ValueError(f"{name!r} may be any of {names}: which one {otherwise}")
+    near = _near(wanted)
     hint = f"; near names: {', '.join(near)}" if near else ""
-    raise ValueError(f"unknown GPU {name!r}{hint} (or give its memory, such as '11GiB')")
+    raise ValueError(f"unknown GPU {name!r}{hint} {otherwise}")
+
+
+def _abbreviates(wanted: tuple[str, ...], name: tuple[str, ...]) -> bool:
+    left = set(name) - set(wanted)
+    return set(wanted) <= set(name) and not left & _OTHER
+
+
+def _near(wanted: tuple[str, ...]) -> list[str]:
+    """Names that share words that few names have, or are spelled alike."""
+    names = {" ".join(_words(gpu.name)): gpu.name for gpu in GPUS}
+    telling = set(wanted) - _OTHER - _SERIES
+    sharing = [name for plain, name in names.items() if telling & set(plain.split())]
+    alike = difflib.get_close_matches(" ".join(wanted), names, n=3, cutoff=0.5)
+    return sharing[:3] or [names[plain] for plain in alike]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import re
 __all__ = ["parse_size"]
 
 _UNITS = {
-    "": 1,
     "B": 1,
     "KIB": 1 << 10,
     "MIB": 1 << 20,
@@ -27,7 +26,7 @@ def parse_size(size: str | int) -> int:
         size: bytes, or text with a unit.
 
     Raises:
-        ValueError: not a size.
+        ValueError: not a size; or text that says no unit.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -36,6 +35,10 @@ def parse_size(size: str | int) -> int:
         if isinstance(size, str)
         else None
     )
+    if match is not None and not match[2]:
+        raise ValueError(
+            f"{size!r} says no unit: expected a size such as '{match[1]}GiB', or bytes as an int"
+        )
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"expected a size such as '11GiB' or a number of bytes, got {size!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
