@@ -40,6 +40,7 @@ from torch import nn
 from _accuracy import decoder
 from _accuracy.adapters import (
     Experiment,
+    begin_training,
     build,
     estimate_experiment,
     fit_length,
@@ -245,11 +246,13 @@ def run_peft(path: Path, skip: Sequence[str] = ()) -> int:
         start = time.perf_counter()
         try:
             model = build(row)
-            estimates.append((row, estimate_experiment(model, row, length)))
+            # The comparison counts before its first step.
+            found = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            optimizer = begin_training(model)
+            estimates.append((row, estimate_experiment(model, optimizer, row, length)))
         except (ValueError, FreezekitError) as error:
             failures.append(f"{row.name}: {error}")
             continue
-        found = sum(p.numel() for p in model.parameters() if p.requires_grad)
         table.add_row(
             row.name.replace("llama-3.2-3B-", ""),
             f"{row.measured / MIB:,.0f}",

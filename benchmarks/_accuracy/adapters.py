@@ -14,7 +14,8 @@ import dataclasses
 import difflib
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from _accuracy.xmem import LLAMA_3B
 from freezekit import estimate_memory
 from freezekit._memory.replay import replay
 
-__all__ = ["Experiment", "build", "estimate_experiment", "fit_length", "read_experiment"]
+__all__ = [
+    "Experiment",
+    "begin_training",
+    "build",
+    "estimate_experiment",
+    "fit_length",
+    "read_experiment",
+]
 
 BATCH = 4
 LONGEST = 768
@@ -240,7 +248,32 @@ def _osf_ranks(experiment: Experiment, model: nn.Module) -> dict[str, int]:
 # -- the run -----------------------------------------------------------------------------------
 
 
-def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -> int:
+def begin_training(model: nn.Module) -> Optimizer:
+    """The optimizer, and what the comparison does between making it and the first step.
+
+    There it takes the loss of the base model alone (for how much is forgotten; huggingface/peft
+    #3419), and peft's ``disable_adapter`` leaves all of the active adapter trainable, also what
+    was frozen (#3447): LoRA-FA's first factor then gets gradients, and what its backward needs is
+    kept, but no optimizer holds it.
+    """
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=1e-4,
+        weight_decay=0.1,
+        foreach=True,
+    )
+    # The full fine-tune is no peft model.
+    disable_adapter: Callable[[], AbstractContextManager[None]] = getattr(
+        model, "disable_adapter", nullcontext
+    )
+    with disable_adapter():
+        pass
+    return optimizer
+
+
+def estimate_experiment(
+    model: nn.Module, optimizer: Optimizer, experiment: Experiment, length: int
+) -> int:
     """Predicted peak of reserved bytes; the longest batch has rows of ``length`` tokens.
 
     The comparison sorts each 20 batches by length, the longest first, and empties the cache after
@@ -253,7 +286,7 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     estimate = estimate_memory(
         model,
         inputs,
-        optimizer=_adamw,
+        optimizer=optimizer,
         steps=2,
         clip=1.0,
         device="NVIDIA L40S",
@@ -262,10 +295,6 @@ def estimate_experiment(model: nn.Module, experiment: Experiment, length: int) -
     stream = estimate.stream.repeated(len(_LENGTHS) - 2)
     assert stream is not None  # an adapter that keeps memory from step to step
     return replay(stream.scaled(dict(enumerate(_LENGTHS))), emptied=(_EMPTIED,)).peak_reserved
-
-
-def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1, foreach=True)
 
 
 def fit_length(experiment: Experiment) -> int:
@@ -278,8 +307,11 @@ def fit_length(experiment: Experiment) -> int:
         ValueError: no length does, within 10 %.
     """
     model = build(experiment)
+    optimizer = begin_training(model)
     errors = {
-        length: abs(estimate_experiment(model, experiment, length) / experiment.measured - 1)
+        length: abs(
+            estimate_experiment(model, optimizer, experiment, length) / experiment.measured - 1
+        )
         for length in range(_STRIDE, LONGEST + 1, _STRIDE)
     }
     least = min(errors.values())

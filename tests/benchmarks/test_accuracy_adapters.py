@@ -10,7 +10,13 @@ import pytest
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
-from _accuracy.adapters import Experiment, build, estimate_experiment, read_experiment
+from _accuracy.adapters import (
+    Experiment,
+    begin_training,
+    build,
+    estimate_experiment,
+    read_experiment,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1000,
@@ -80,18 +86,23 @@ def test_a_name_says_what_columns_do_not(name: str, learns: int) -> None:
 
 
 def test_an_optimizer_that_freezes_a_factor() -> None:
-    """LoRA-FA learns the second factor only."""
+    """LoRA-FA learns the second factor only; the base model's pass unfreezes the first again."""
     experiment = dataclasses.replace(LORA, optimizer="lora-fa")
-    assert trainable(build(experiment, **SMALL)) == 2 * 2 * 4 * 256
+    model = build(experiment, **SMALL)
+    one_factor = 2 * 2 * 4 * 256
+    assert trainable(model) == one_factor
+    optimizer = begin_training(model)
+    assert trainable(model) == 2 * one_factor
+    assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == one_factor
 
 
 def test_full_fine_tuning_takes_more_than_an_adapter() -> None:
     """And longer rows take more than shorter ones."""
     full = dataclasses.replace(LORA, peft_type="FULL", rank=None, targets=())
-    sizes = [
-        estimate_experiment(build(experiment, **SMALL), experiment, length)
-        for experiment, length in ((LORA, 64), (full, 64), (full, 512))
-    ]
+    sizes = []
+    for experiment, length in ((LORA, 64), (full, 64), (full, 512)):
+        model = build(experiment, **SMALL)
+        sizes.append(estimate_experiment(model, begin_training(model), experiment, length))
     assert sizes[0] < sizes[1] < sizes[2]
 
 
